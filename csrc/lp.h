@@ -1,0 +1,294 @@
+// The l_p layer, y[b, k] = (sum_i |x[b, i] - w[k, i]|^p)^(1/p), and its gradient g sign(t) (|t| / y)^(p-1).
+//
+// Two ways to the same number. Up to p = 16 the powers are summed as they are: float32 has room for y between
+// 2^(-96/p) and 2^(96/p), and a call that leaves this range is done again in the second way. There, a pass of the max
+// layer comes first and everything is divided by the maximum, so that nothing overflows whatever p is; from p = 64 on
+// almost every power is below the last bit of the sum, and only the inputs near the maximum are raised at all.
+#pragma once
+
+#include "max.h"
+#include "power.h"
+
+namespace sortrl::SORTRL_ISA {
+
+constexpr float kSparseFrom = 64.0f;  // from this p on, skipping small terms pays for the test
+
+// Terms with (|t| / max)^p < 2^-24 do not show in a float32 sum of positive terms.
+inline float negligible_ratio(float p) { return std::exp2(-24.0f / p); }
+
+inline bool in_raw_range(float y, float p) {
+  const float room = std::exp2(96.0f / p);
+  return y < room && y > 1.0f / room;
+}
+
+// y = total^(1/p), in place.
+inline void take_root(float* total, int64_t n, float p) {
+  const V inverse = broadcast(1.0f / p);
+  for (int64_t j = 0; j < n; j += kLanes) {
+    const V sum = load(total + j);
+    if (p == 2.0f || p == 8.0f) {
+      for (int l = 0; l < kLanes; ++l) {
+        const float root = std::sqrt(sum[l]);
+        total[j + l] = p == 2.0f ? root : std::sqrt(std::sqrt(root));
+      }
+    } else {
+      store(total + j, exp2_of(log2_of(sum) * inverse));
+    }
+  }
+}
+
+template <int Base, int Doublings>
+inline void sum_raw_powers(const Problem& problem, const ForwardTask& task, const Rows& rows, Buffer<float>& panel,
+                           float* acc) {
+  accumulate_task(problem, task, rows, panel, acc, [](V sum, V t) {
+    const V root = even_power<Base>(t, Doublings - 1);
+    return sum + root * root;
+  });
+}
+
+// Returns whether every result was in the range where raw sums are exact enough.
+template <int Base, int Doublings>
+bool lp_forward_raw(const Problem& problem, float p, float* y) {
+  std::atomic<bool> in_range{true};
+  for_each_panel(problem, kWidth, kTaskRows, [&](const ForwardTask& task) {
+    const FlushSubnormals guard;
+    const Rows rows(problem.x, problem.in, *task.inputs, task.row_begin, task.row_end);
+    const int64_t n = task.row_end - task.row_begin;
+    Buffer<float> panel(kPanelSize), acc(n * kWidth, 0.0f);
+    sum_raw_powers<Base, Doublings>(problem, task, rows, panel, acc.data());
+    take_root(acc.data(), n * kWidth, p);
+    bool good = true;
+    for (int64_t j = 0; j < acc.size(); ++j) good &= in_raw_range(acc[j], p);
+    if (!good) in_range = false;
+    for (int64_t b = 0; b < n; ++b)
+      scatter_outputs(task, acc.data() + b * kWidth, kWidth, y + (task.row_begin + b) * problem.out);
+  });
+  return in_range;
+}
+
+// sum_i (|t_i| / largest)^p for one row and one vector of outputs of a panel. The terms that count are queued first,
+// without branching, because whether one does is as good as random.
+template <bool Sparse, class Power>
+inline V sum_scaled_powers(const float* x, const float* panel, int64_t inputs, V largest, float ratio, float* queue,
+                           Power power) {
+  const V inverse = largest > 0.0f ? reciprocal(largest) : V{}, cut = largest * ratio;
+  V sum{};
+  if (!Sparse) {
+    for (int64_t i = 0; i < inputs; ++i) sum += power((broadcast(x[i]) - load(panel + i * kWidth)) * inverse);
+    return sum;
+  }
+  int64_t size = 0;
+  for (int64_t i = 0; i < inputs; ++i) {
+    const V t = broadcast(x[i]) - load(panel + i * kWidth);
+    store(queue + size * kLanes, t);
+    size += any_at_least(absolute(t), cut);
+  }
+  for (int64_t q = 0; q < size; ++q) sum += power(load(queue + q * kLanes) * inverse);
+  return sum;
+}
+
+template <class Power>
+void lp_forward_scaled(const Problem& problem, float p, float* y, Power power) {
+  const float ratio = negligible_ratio(p);
+  for_each_panel(problem, kWidth, kTaskRows, [&](const ForwardTask& task) {
+    const FlushSubnormals guard;
+    const Rows rows(problem.x, problem.in, *task.inputs, task.row_begin, task.row_end);
+    const int64_t n = task.row_end - task.row_begin, inputs = task.inputs->size();
+    Buffer<float> panel(kPanelSize), queue((kInputBlock + 1) * kLanes), largest(n * kWidth, 0.0f), total(n * kWidth, 0.0f);
+    accumulate_task(problem, task, rows, panel, largest.data(), MaxStep());
+    for (int64_t from = 0; from < inputs; from += kInputBlock) {
+      const int64_t to = std::min(inputs, from + kInputBlock);
+      if (inputs > kInputBlock)  // else the panel of the max pass is still there
+        pack_panel(problem, *task.inputs, *task.outputs, task.first_output, kWidth, from, to, panel.data());
+      const auto sum = p >= kSparseFrom ? sum_scaled_powers<true, Power> : sum_scaled_powers<false, Power>;
+      for (int64_t b = 0; b < n; ++b)
+        for (int64_t v = 0; v < kWidth; v += kLanes) {
+          float* at = total.data() + b * kWidth + v;
+          store(at, load(at) + sum(rows[b] + from, panel.data() + v, to - from, load(largest.data() + b * kWidth + v),
+                                   ratio, queue.data(), power));
+        }
+    }
+    take_root(total.data(), n * kWidth, p);
+    for (int64_t b = 0; b < n; ++b) {
+      float* row = total.data() + b * kWidth;
+      for (int64_t j = 0; j < kWidth; ++j) {
+        const float top = largest[b * kWidth + j];
+        row[j] = top > 0.0f ? top * row[j] : 0.0f;  // the sum is at least 1 there, so its root is finite
+      }
+      scatter_outputs(task, row, kWidth, y + (task.row_begin + b) * problem.out);
+    }
+  });
+}
+
+inline void lp_forward(const Problem& problem, float p, float* y) {
+  const bool done = p == 2.0f    ? lp_forward_raw<1, 1>(problem, p, y)
+                    : p == 4.0f  ? lp_forward_raw<1, 2>(problem, p, y)
+                    : p == 6.0f  ? lp_forward_raw<3, 1>(problem, p, y)
+                    : p == 8.0f  ? lp_forward_raw<1, 3>(problem, p, y)
+                    : p == 12.0f ? lp_forward_raw<3, 2>(problem, p, y)
+                    : p == 16.0f ? lp_forward_raw<1, 4>(problem, p, y)
+                                 : false;
+  if (done) return;
+  with_power(p, [&](auto power) { lp_forward_scaled(problem, p, y, [=](V s) { return power.even(s); }); });
+}
+
+// Backward. Lanes run over inputs, so that one power serves both gradients: grad_x sums it over outputs in memory and
+// grad_w over rows in registers. A task owns a range of inputs, hence no result is shared between threads.
+#if defined(__AVX512F__)
+constexpr int kOutputs = 8;
+#else
+constexpr int kOutputs = 4;
+#endif
+
+// Per (row, output): what the power is multiplied with, and for the scaled way 1 / y and the negligible size of |t|.
+struct Factors {
+  std::vector<float> weight, inverse, cut;  // (batch, out padded to kOutputs), rows of one block adjacent
+};
+
+template <bool Scaled, bool Sparse, class Power>
+void lp_backward_strip(const float* x, int64_t rows, const V* w, const float* weight, const float* inverse,
+                       const float* cut, float* grad_x, V* grad_w, Power power) {
+  V gw[kOutputs], wk[kOutputs];
+#pragma GCC unroll 8
+  for (int k = 0; k < kOutputs; ++k) gw[k] = V{}, wk[k] = w[k];
+  for (int64_t b = 0; b < rows; ++b) {
+    const V xb = load(x + b * kLanes);
+    V gx = load(grad_x + b * kLanes);
+#pragma GCC unroll 8
+    for (int k = 0; k < kOutputs; ++k) {
+      V t = xb - wk[k];
+      if (Sparse && !any_at_least(absolute(t), broadcast(cut[b * kOutputs + k]))) continue;
+      if (Scaled) t *= inverse[b * kOutputs + k];
+      const V u = power(t);
+      const V h = broadcast(weight[b * kOutputs + k]);
+      gx += h * u;
+      gw[k] -= h * u;
+    }
+    store(grad_x + b * kLanes, gx);
+  }
+#pragma GCC unroll 8
+  for (int k = 0; k < kOutputs; ++k) grad_w[k] = gw[k];
+}
+
+// Copy rows[r][columns[l]] for the lanes of a strip; absent lanes are 0 on both sides, so their gradient is 0.
+inline V gather(const float* row, const int32_t* columns, int64_t count) {
+  float lanes[kLanes] = {};
+  for (int64_t l = 0; l < count; ++l) lanes[l] = row[columns[l]];
+  return load(lanes);
+}
+
+inline void scatter_add(V value, float* row, const int32_t* columns, int64_t count) {
+  float lanes[kLanes];
+  store(lanes, value);
+  for (int64_t l = 0; l < count; ++l) row[columns[l]] += lanes[l];
+}
+
+template <bool Scaled, bool Sparse, class Power>
+void lp_backward_columns(const Problem& problem, const std::vector<Kept>& inputs, const std::vector<Kept>& outputs,
+                         const Factors& factors, int64_t from, int64_t to, float* grad_x, float* grad_w, Power power) {
+  const FlushSubnormals guard;
+  const int64_t blocks = (problem.out + kOutputs - 1) / kOutputs, chunk_rows = problem.chunk_rows();
+  Buffer<float> x(chunk_rows * kLanes), gx(chunk_rows * kLanes);
+  for (int64_t c = 0; c < problem.chunks; ++c) {
+    const int64_t begin = c * chunk_rows, rows = std::min(problem.batch - begin, chunk_rows);
+    if (rows <= 0) break;
+    const auto& kept = inputs[c].index;
+    const auto first = std::lower_bound(kept.begin(), kept.end(), from), last = std::lower_bound(first, kept.end(), to);
+    for (auto strip = first; strip < last; strip += std::min<int64_t>(kLanes, last - strip)) {
+      const int64_t count = std::min<int64_t>(kLanes, last - strip);
+      const int32_t* columns = &*strip;
+      for (int64_t b = 0; b < rows; ++b)
+        store(x.data() + b * kLanes, gather(problem.x + (begin + b) * problem.in, columns, count));
+      std::fill(gx.data(), gx.data() + gx.size(), 0.0f);
+      for (int64_t k = 0; k < outputs[c].size(); k += kOutputs) {
+        const int64_t present = std::min<int64_t>(kOutputs, outputs[c].size() - k);
+        V w[kOutputs], gw[kOutputs];
+        for (int64_t j = 0; j < kOutputs; ++j)
+          w[j] = gather(problem.w + outputs[c].index[k + std::min(j, present - 1)] * problem.in, columns, count);
+        const int64_t at = (begin * blocks + k / kOutputs * rows) * kOutputs;
+        lp_backward_strip<Scaled, Sparse>(x.data(), rows, w, factors.weight.data() + at,
+                                          Scaled ? factors.inverse.data() + at : nullptr,
+                                          Sparse ? factors.cut.data() + at : nullptr, gx.data(), gw, power);
+        if (grad_w)
+          for (int64_t j = 0; j < present; ++j)
+            scatter_add(gw[j], grad_w + outputs[c].index[k + j] * problem.in, columns, count);
+      }
+      if (grad_x)
+        for (int64_t b = 0; b < rows; ++b)
+          scatter_add(load(gx.data() + b * kLanes), grad_x + (begin + b) * problem.in, columns, count);
+    }
+  }
+}
+
+// weight = grad / y^(p-1) in the raw way; grad, 1 / y and the cut in the scaled way. Absent outputs get weight 0.
+template <class RawWeight>
+Factors lp_factors(const Problem& problem, const std::vector<Kept>& outputs, const float* y, const float* grad,
+                   bool scaled, float ratio, RawWeight raw_weight) {
+  const int64_t blocks = (problem.out + kOutputs - 1) / kOutputs, chunk_rows = problem.chunk_rows();
+  const int64_t size = problem.batch * blocks * kOutputs + kLanes;
+  Factors factors;
+  factors.weight.resize(size);
+  if (scaled) factors.inverse.resize(size), factors.cut.resize(size);
+  parallel_for(problem.chunks * blocks, problem.threads, [&](int64_t task) {
+    const int64_t c = task / blocks, k = task % blocks * kOutputs, begin = c * chunk_rows;
+    const int64_t rows = std::min(problem.batch - begin, chunk_rows);
+    for (int64_t b = 0; b < rows; ++b)
+      for (int64_t j = 0; j < kOutputs && k + j < outputs[c].size(); ++j) {
+        const int64_t from = (begin + b) * problem.out + outputs[c].index[k + j];
+        const int64_t at = (begin * blocks + k / kOutputs * rows + b) * kOutputs + j;
+        const float value = y[from];
+        factors.weight[at] = scaled ? (value > 0.0f ? grad[from] : 0.0f) : grad[from] * raw_weight(1.0f / value);
+        if (scaled) {
+          factors.inverse[at] = value > 0.0f ? 1.0f / value : 0.0f;
+          factors.cut[at] = value * ratio;
+        }
+      }
+  });
+  return factors;
+}
+
+template <bool Scaled, bool Sparse, class Power>
+void lp_backward_with(const Problem& problem, float p, const float* y, const float* grad, float* grad_x, float* grad_w,
+                      Power power) {
+  const auto inputs = kept_per_chunk(problem.in_keep, problem.chunks, problem.in);
+  const auto outputs = kept_per_chunk(problem.out_keep, problem.chunks, problem.out);
+  const auto raw_weight = [&](float inverse) { return power(broadcast(inverse))[0]; };
+  const Factors factors = lp_factors(problem, outputs, y, grad, Scaled, negligible_ratio(p - 1.0f), raw_weight);
+  // The strips must not depend on the number of threads: which small terms are skipped depends on their neighbours.
+  constexpr int64_t width = 64;
+  parallel_for((problem.in + width - 1) / width, problem.threads, [&](int64_t task) {
+    lp_backward_columns<Scaled, Sparse>(problem, inputs, outputs, factors, task * width,
+                                        std::min(problem.in, (task + 1) * width), grad_x, grad_w, power);
+  });
+}
+
+template <class Power>
+void lp_backward_scaled(const Problem& problem, float p, const float* y, const float* grad, float* grad_x, float* grad_w,
+                        Power power) {
+  const auto run = p > kSparseFrom ? lp_backward_with<true, true, Power> : lp_backward_with<true, false, Power>;
+  run(problem, p, y, grad, grad_x, grad_w, power);
+}
+
+inline void lp_backward(const Problem& problem, float p, const float* y, const float* grad, float* grad_x,
+                        float* grad_w) {
+  bool raw = p <= 16.0f;
+  for (int64_t b = 0; raw && b < problem.batch; ++b)
+    for (int64_t k = 0; k < problem.out; ++k)
+      if (!problem.out_keep || problem.out_keep[b / problem.chunk_rows() * problem.out + k])
+        raw &= in_raw_range(y[b * problem.out + k], p);
+#define SORTRL_RAW(P, BASE, DOUBLINGS) \
+  if (raw && p == P)                   \
+    return lp_backward_with<false, false>(problem, p, y, grad, grad_x, grad_w, [](V t) { return odd_power<BASE>(t, DOUBLINGS); });
+  SORTRL_RAW(2.0f, 1, 1)
+  SORTRL_RAW(4.0f, 1, 2)
+  SORTRL_RAW(6.0f, 3, 1)
+  SORTRL_RAW(8.0f, 1, 3)
+  SORTRL_RAW(12.0f, 3, 2)
+  SORTRL_RAW(16.0f, 1, 4)
+#undef SORTRL_RAW
+  with_power(p, [&](auto power) {
+    lp_backward_scaled(problem, p, y, grad, grad_x, grad_w, [=](V s) { return power.odd(s); });
+  });
+}
+
+}  // namespace sortrl::SORTRL_ISA

@@ -1,0 +1,139 @@
+// The max layer, y[b, k] = max_i |x[b, i] - w[k, i]|, its gradient, and its range over a box.
+#pragma once
+
+#include <cmath>
+#include <limits>
+
+#include "tile.h"
+
+namespace sortrl::SORTRL_ISA {
+
+// Register tile: kRows rows of x against kVectors vectors of outputs.
+#if defined(__AVX512F__)
+constexpr int kRows = 8;
+#else
+constexpr int kRows = 4;
+#endif
+constexpr int kVectors = 2;
+constexpr int64_t kWidth = kVectors * kLanes;
+constexpr int64_t kInputBlock = 512;  // inputs per packed panel: keeps it in the second-level cache
+constexpr int64_t kPanelSize = kInputBlock * kWidth;
+constexpr int64_t kTaskRows = 256;
+
+// Accumulate `Step` over `inputs` values of R rows: acc[r][v] = step(acc[r][v], x[r][i] - w[i][v]).
+template <int R, class Step>
+inline void accumulate(const float* const* x, const float* panel, int64_t inputs, float* acc, Step step) {
+  V a[R][kVectors];
+#pragma GCC unroll 8
+  for (int r = 0; r < R; ++r)
+#pragma GCC unroll 2
+    for (int v = 0; v < kVectors; ++v) a[r][v] = load(acc + r * kWidth + v * kLanes);
+  for (int64_t i = 0; i < inputs; ++i) {
+    V w[kVectors];
+#pragma GCC unroll 2
+    for (int v = 0; v < kVectors; ++v) w[v] = load(panel + i * kWidth + v * kLanes);
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r) {
+      const V xi = broadcast(x[r][i]);
+#pragma GCC unroll 2
+      for (int v = 0; v < kVectors; ++v) a[r][v] = step(a[r][v], xi - w[v]);
+    }
+  }
+#pragma GCC unroll 8
+  for (int r = 0; r < R; ++r)
+#pragma GCC unroll 2
+    for (int v = 0; v < kVectors; ++v) store(acc + r * kWidth + v * kLanes, a[r][v]);
+}
+
+// A type rather than a function pointer, so that it is inlined.
+struct MaxStep {
+  V operator()(V acc, V t) const { return max_with_abs(acc, t); }
+};
+
+// Accumulate over all inputs of a task into acc[row][kWidth], which the caller has initialised.
+template <class Step>
+void accumulate_task(const Problem& problem, const ForwardTask& task, const Rows& rows, Buffer<float>& panel,
+                     float* acc, Step step) {
+  const int64_t n = task.row_end - task.row_begin, inputs = task.inputs->size();
+  for (int64_t from = 0; from < inputs; from += kInputBlock) {
+    const int64_t to = std::min(inputs, from + kInputBlock);
+    pack_panel(problem, *task.inputs, *task.outputs, task.first_output, kWidth, from, to, panel.data());
+    int64_t b = 0;
+    const float* x[kRows];
+    for (; b + kRows <= n; b += kRows) {
+      for (int r = 0; r < kRows; ++r) x[r] = rows[b + r] + from;
+      accumulate<kRows>(x, panel.data(), to - from, acc + b * kWidth, step);
+    }
+    for (; b < n; ++b) {
+      x[0] = rows[b] + from;
+      accumulate<1>(x, panel.data(), to - from, acc + b * kWidth, step);
+    }
+  }
+}
+
+inline void max_forward(const Problem& problem, float* y) {
+  for_each_panel(problem, kWidth, kTaskRows, [&](const ForwardTask& task) {
+    const Rows rows(problem.x, problem.in, *task.inputs, task.row_begin, task.row_end);
+    Buffer<float> panel(kPanelSize), acc((task.row_end - task.row_begin) * kWidth, 0.0f);
+    accumulate_task(problem, task, rows, panel, acc.data(), MaxStep());
+    for (int64_t b = task.row_begin; b < task.row_end; ++b)
+      scatter_outputs(task, acc.data() + (b - task.row_begin) * kWidth, kWidth, y + b * problem.out);
+  });
+}
+
+// The first i with |x[i] - w[i]| == y. It exists, because y was computed by the same subtraction; dropped inputs
+// hold NaN in x and never match.
+inline int64_t find_witness(const float* x, const float* w, int64_t n, float y) {
+  const V target = broadcast(y);
+  int64_t i = 0;
+  for (; i + kLanes <= n; i += kLanes) {
+    const uint32_t hit = lanes_equal(absolute(load(x + i) - load(w + i)), target);
+    if (hit) return i + __builtin_ctz(hit);
+  }
+  for (; i < n; ++i)
+    if (std::fabs(x[i] - w[i]) == y) return i;
+  return -1;
+}
+
+inline void max_backward(const Problem& problem, const float* y, const float* grad, float* grad_x, float* grad_w) {
+  constexpr int64_t kBlock = 16;  // rows of x and of w that stay in cache together
+  const int64_t in = problem.in, out = problem.out;
+  Buffer<int32_t> witness(problem.batch * out, -1);
+  const int64_t row_tasks = (problem.batch + kBlock - 1) / kBlock;
+  parallel_for(row_tasks, problem.threads, [&](int64_t task) {
+    const int64_t begin = task * kBlock, end = std::min(problem.batch, begin + kBlock);
+    Buffer<float> x((end - begin) * in);
+    std::copy(problem.x + begin * in, problem.x + end * in, x.data());
+    if (problem.in_keep)
+      for (int64_t b = begin; b < end; ++b) {
+        const uint8_t* keep = problem.in_keep + b / problem.chunk_rows() * in;
+        for (int64_t i = 0; i < in; ++i)
+          if (!keep[i]) x[(b - begin) * in + i] = std::numeric_limits<float>::quiet_NaN();
+      }
+    for (int64_t block = 0; block < out; block += kBlock)
+      for (int64_t b = begin; b < end; ++b) {
+        const uint8_t* keep = problem.out_keep ? problem.out_keep + b / problem.chunk_rows() * out : nullptr;
+        const float* row = x.data() + (b - begin) * in;
+        for (int64_t k = block; k < std::min(out, block + kBlock); ++k) {
+          if ((keep && !keep[k]) || grad[b * out + k] == 0.0f) continue;
+          const int64_t i = find_witness(row, problem.w + k * in, in, y[b * out + k]);
+          if (i < 0) continue;
+          witness[b * out + k] = int32_t(i);
+          const float g = grad[b * out + k];
+          if (grad_x) grad_x[b * in + i] += with_sign(g, row[i] - problem.w[k * in + i]);
+        }
+      }
+  });
+  if (!grad_w) return;
+  parallel_for((out + kBlock - 1) / kBlock, problem.threads, [&](int64_t task) {
+    for (int64_t b = 0; b < problem.batch; ++b)
+      for (int64_t k = task * kBlock; k < std::min(out, (task + 1) * kBlock); ++k) {
+        const int32_t i = witness[b * out + k];
+        if (i < 0) continue;
+        const float g = grad[b * out + k];
+        grad_w[k * in + i] -= with_sign(g, problem.x[b * in + i] - problem.w[k * in + i]);
+      }
+  });
+}
+
+}  // namespace sortrl::SORTRL_ISA

@@ -1,0 +1,129 @@
+// One vector type and the handful of operations the kernels need, written with GCC/Clang vector extensions so that
+// the same source serves every instruction set. Intrinsics appear only where an extension has no spelling for what
+// the hardware does in one instruction.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+namespace sortrl::SORTRL_ISA {
+
+#if defined(__AVX512F__)
+constexpr int kLanes = 16;
+#elif defined(__AVX2__)
+constexpr int kLanes = 8;
+#else
+constexpr int kLanes = 4;  // SSE2 and NEON
+#endif
+
+typedef float V __attribute__((vector_size(4 * kLanes)));
+typedef int32_t VI __attribute__((vector_size(4 * kLanes)));
+
+inline V load(const float* p) {
+  V v;
+  std::memcpy(&v, p, sizeof v);
+  return v;
+}
+
+inline void store(float* p, V v) { std::memcpy(p, &v, sizeof v); }
+
+inline V broadcast(float s) { return s - V{}; }
+
+inline V maximum(V a, V b) { return a > b ? a : b; }
+
+inline V minimum(V a, V b) { return a < b ? a : b; }
+
+inline V absolute(V a) { return (V)((VI)a & 0x7fffffff); }
+
+// max(acc, |t|) for acc >= 0. AVX-512DQ has one instruction for it, which is a third of the max layer's arithmetic.
+inline V max_with_abs(V acc, V t) {
+#if defined(__AVX512DQ__)
+  return (V)_mm512_range_ps((__m512)acc, (__m512)t, 0b1011);
+#else
+  return maximum(acc, absolute(t));
+#endif
+}
+
+// One bit per lane where a >= b.
+inline uint32_t lanes_at_least(V a, V b) {
+#if defined(__AVX512F__)
+  return _mm512_cmp_ps_mask((__m512)a, (__m512)b, _CMP_GE_OQ);
+#elif defined(__AVX2__)
+  return uint32_t(_mm256_movemask_ps(_mm256_cmp_ps((__m256)a, (__m256)b, _CMP_GE_OQ)));
+#elif defined(__SSE2__)
+  return uint32_t(_mm_movemask_ps(_mm_cmpge_ps((__m128)a, (__m128)b)));
+#else
+  VI m = a >= b;
+  uint32_t bits = 0;
+  for (int l = 0; l < kLanes; ++l) bits |= uint32_t(m[l] & 1) << l;
+  return bits;
+#endif
+}
+
+// One bit per lane where a == b.
+inline uint32_t lanes_equal(V a, V b) {
+#if defined(__AVX512F__)
+  return _mm512_cmp_ps_mask((__m512)a, (__m512)b, _CMP_EQ_OQ);
+#elif defined(__AVX2__)
+  return uint32_t(_mm256_movemask_ps(_mm256_cmp_ps((__m256)a, (__m256)b, _CMP_EQ_OQ)));
+#elif defined(__SSE2__)
+  return uint32_t(_mm_movemask_ps(_mm_cmpeq_ps((__m128)a, (__m128)b)));
+#else
+  VI m = a == b;
+  uint32_t bits = 0;
+  for (int l = 0; l < kLanes; ++l) bits |= uint32_t(m[l] & 1) << l;
+  return bits;
+#endif
+}
+
+// Append the lanes of `values` that are set in `lanes`, with their numbers and a common tag; returns how many. May
+// write, but not count, up to kLanes entries.
+inline int compress(V values, uint32_t lanes, int32_t tag, float* value, int32_t* lane, int32_t* tags) {
+#if defined(__AVX512F__)
+  const __m512i numbers = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+  _mm512_storeu_ps(value, _mm512_maskz_compress_ps(__mmask16(lanes), (__m512)values));
+  _mm512_storeu_si512(lane, _mm512_maskz_compress_epi32(__mmask16(lanes), numbers));
+  _mm512_storeu_si512(tags, _mm512_set1_epi32(tag));
+  return __builtin_popcount(lanes);
+#else
+  float stored[kLanes];
+  store(stored, values);
+  int count = 0;
+  for (; lanes; lanes &= lanes - 1, ++count) {
+    const int l = __builtin_ctz(lanes);
+    value[count] = stored[l];
+    lane[count] = l;
+    tags[count] = tag;
+  }
+  return count;
+#endif
+}
+
+inline bool any_at_least(V a, V b) {
+#if defined(__x86_64__)
+  return lanes_at_least(a, b) != 0;
+#else
+  VI m = a >= b;
+  int32_t any = 0;
+  for (int l = 0; l < kLanes; ++l) any |= m[l];
+  return any != 0;
+#endif
+}
+
+// Large powers underflow by design; flushing them to zero avoids the hardware's slow path for subnormals.
+class FlushSubnormals {
+ public:
+#if defined(__x86_64__)
+  FlushSubnormals() : saved_(_mm_getcsr()) { _mm_setcsr(saved_ | 0x8040); }
+  ~FlushSubnormals() { _mm_setcsr(saved_); }
+
+ private:
+  unsigned saved_;
+#endif
+};
+
+}  // namespace sortrl::SORTRL_ISA

@@ -1,0 +1,323 @@
+"""States to learn from, each with the teacher's answer: from the teacher's own episodes or a student's (DAgger)."""
+
+from __future__ import annotations
+
+import importlib
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from sortrl.envs import EnvInfo, EnvSlots, describe
+from sortrl.errors import MissingDependency, SortRLError
+from sortrl.files import read_tensors, write_tensors
+from sortrl.records import Demonstrations, Transitions
+from sortrl.teachers.load import check_fit
+from sortrl.teachers.teacher import Teacher
+
+FORMAT = "sortrl-demonstrations-1"
+Progress = Callable[[dict[str, Any]], None]
+
+
+class Actor(Protocol):
+    """Who chooses the actions: a student, or anything with the Stable-Baselines3 ``predict``."""
+
+    def predict(self, obs: npt.NDArray[Any]) -> tuple[npt.NDArray[Any], Any]: ...
+
+
+@dataclass(frozen=True)
+class CollectConfig:
+    """Which states to visit. The labels are always the teacher's greedy actions on clean observations."""
+
+    states: int = 50_000
+    """Number of states to collect."""
+    exploration: float = 0.5
+    """Share of the episodes in which actions are sampled (from the softmax of an actor-critic's scores) instead of
+    greedy. A greedy agent sees few distinct states; a student that errs a little meets others."""
+    temperature: float = 1.0
+    """Softness of that sampling: above 1 explores more."""
+    random_actions: float = 0.05
+    """In exploring episodes, share of the steps with a uniformly random action. It is the only exploration of teachers
+    whose scores are not logits (DQN, QR-DQN, callables)."""
+    eps_unit: float = 0.0
+    """Act on observations perturbed by uniform noise, in the teacher's normalised units; each episode draws its own
+    noise level between 0 and this. It covers the states that a disturbed agent reaches."""
+    beta: float = 0.0
+    """With an actor (DAgger): share of the steps on which the teacher acts in its place."""
+    slots: int = 32
+    """Episodes played side by side. Fewer are used when `states` is too small for them to reach their end."""
+
+    def __post_init__(self) -> None:
+        for name in ("exploration", "random_actions", "beta"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise SortRLError(f"CollectConfig: {name} is {getattr(self, name)}, expected a share between 0 and 1.")
+        for name in ("states", "slots"):
+            if getattr(self, name) < 1:
+                raise SortRLError(f"CollectConfig: {name} is {getattr(self, name)}, expected at least 1.")
+        if not self.temperature > 0 or not 0 <= self.eps_unit < float("inf"):
+            raise SortRLError(
+                f"CollectConfig: temperature is {self.temperature}, expected above 0; "
+                f"eps_unit is {self.eps_unit}, expected 0 or more."
+            )
+
+
+def collect(
+    teacher: Teacher,
+    env_id: str,
+    config: CollectConfig | None = None,
+    seed: int = 0,
+    actor: Actor | None = None,
+    progress: Progress | None = None,
+) -> Demonstrations:
+    """Play episodes and record the teacher's greedy answer to every state met.
+
+    Without an ``actor`` the teacher plays, exploring as the configuration says. With one (DAgger) the actor plays, so
+    that the states are those the student itself reaches. The same seed gives the same data bit for bit; episodes of
+    different seeds are different. ``progress`` is called with ``step`` and ``total``.
+
+    >>> from sortrl.teachers import load_teacher
+    >>> teacher = load_teacher(lambda obs: (obs[:, 2] + obs[:, 3] > 0).astype(int), env_id="CartPole-v1")
+    >>> demos = collect(teacher, "CartPole-v1", CollectConfig(states=200))
+    >>> len(demos), demos.obs.shape, bool((demos.actions == demos.logits.argmax(1)).all())
+    (200, (200, 4), True)
+    """
+    config = config or CollectConfig()
+    info = describe(env_id)
+    check_fit(teacher, info)
+    # Side-by-side episodes that are all cut early would show only their beginnings.
+    n_slots = min(config.slots, max(1, config.states // (2 * info.max_steps))) if info.max_steps else config.slots
+    with EnvSlots(env_id, min(n_slots, config.states)) as slots:
+        recorder = _Recorder(teacher, info, slots, config, seed)
+        while recorder.n_states < config.states:
+            recorder.play(actor)
+            if progress is not None:
+                progress({"step": recorder.n_states, "total": config.states})
+        return recorder.finish(info.env_id)
+
+
+class _Recorder:
+    """The episodes under way and the steps recorded so far."""
+
+    def __init__(self, teacher: Teacher, info: EnvInfo, slots: EnvSlots, config: CollectConfig, seed: int) -> None:
+        self.teacher, self.info, self.slots, self.config, self.seed = teacher, info, slots, config, seed
+        self.rng = np.random.default_rng([seed, 1])
+        self.scale = teacher.normalizer.scale.cpu().numpy()
+        self.n_episodes = 0
+        self.n_states = 0
+        n = len(slots)
+        self.obs = np.zeros((n, *info.obs_shape), info.obs_dtype)
+        self.episode = np.zeros(n, np.int64)
+        self.exploring = np.zeros(n, bool)
+        self.eps_unit = np.zeros(n)
+        self.steps: list[tuple[Any, ...]] = []
+        self.final_obs: dict[int, npt.NDArray[Any]] = {}
+        for slot in range(n):
+            self.start(slot)
+
+    def start(self, slot: int) -> None:
+        """Begin the next episode, whose seed depends only on the seed of the collection and the episode's number."""
+        episode = self.n_episodes
+        self.n_episodes += 1
+        # Hashed, so that no episode of a collection is also one of an evaluation, which counts up from its own seed.
+        env_seed = int(np.random.SeedSequence([self.seed, 2, episode]).generate_state(1)[0] >> 1)
+        self.obs[slot] = self.slots.reset(slot, env_seed)
+        self.episode[slot] = episode
+        self.exploring[slot] = self.rng.random() < self.config.exploration
+        self.eps_unit[slot] = self.rng.random() * self.config.eps_unit
+
+    def play(self, actor: Actor | None) -> None:
+        """One step of every slot (of as many as are still needed)."""
+        n = min(len(self.slots), self.config.states - self.n_states)
+        logits = self.scores(self.obs)[:n]
+        labels = logits.argmax(axis=1)
+        played = self.choose(logits, actor)
+        seen, numbers = self.obs[:n].copy(), self.episode[:n].copy()
+        rewards, ended = np.zeros(n, np.float32), np.zeros((2, n), bool)
+        for slot in range(n):
+            self.obs[slot], rewards[slot], done = self.slots.step(slot, int(played[slot]))
+            ended[:, slot] = self.slots.terminated[slot], self.slots.truncated[slot]
+            if done:
+                self.final_obs[int(self.episode[slot])] = self.obs[slot].copy()
+                self.start(slot)
+        self.steps.append((seen, labels, logits, numbers, played, rewards, *ended))
+        self.n_states += n
+
+    def scores(self, obs: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
+        with torch.no_grad():
+            result: npt.NDArray[np.float32] = self.teacher.scores(self.teacher.normalize(obs)).float().cpu().numpy()
+        return result
+
+    def choose(self, logits: npt.NDArray[Any], actor: Actor | None) -> npt.NDArray[np.int64]:
+        """The actions to play, which need not be the labels."""
+        config, n, n_actions = self.config, len(logits), self.info.n_actions
+        draws, random_actions = self.rng.random((2, n)), self.rng.integers(n_actions, size=n)
+        view = self.obs
+        if config.eps_unit > 0:
+            view = self.disturbed()
+            logits = self.scores(view)[:n]  # of what the acting teacher sees; the labels stay those of the clean state
+        greedy = sampled = logits.argmax(axis=1)
+        if actor is not None:
+            answer, _ = actor.predict(view)
+            greedy = sampled = np.where(draws[0] < config.beta, greedy, np.asarray(answer)[:n])
+        elif self.teacher.is_stochastic:
+            # The arg-max of logits plus Gumbel noise is a sample of their softmax.
+            sampled = (logits / config.temperature + self.rng.gumbel(size=logits.shape)).argmax(axis=1)
+        sampled = np.where(draws[1] < config.random_actions, random_actions, sampled)
+        chosen: npt.NDArray[np.int64] = np.where(self.exploring[:n], sampled, greedy).astype(np.int64)
+        return chosen
+
+    def disturbed(self) -> npt.NDArray[Any]:
+        """The observations with each episode's noise, kept inside the valid range (where they were inside)."""
+        sizes = self.eps_unit.reshape(-1, *[1] * len(self.info.obs_shape)) * self.scale
+        noisy = self.obs + self.rng.uniform(-1.0, 1.0, self.obs.shape) * sizes
+        low, high = np.minimum(self.info.valid_low, self.obs), np.maximum(self.info.valid_high, self.obs)
+        noisy = np.clip(noisy, low, high)
+        integral = np.issubdtype(self.obs.dtype, np.integer)
+        view: npt.NDArray[Any] = (np.rint(noisy) if integral else noisy).astype(self.obs.dtype)
+        return view
+
+    def finish(self, env_id: str) -> Demonstrations:
+        """Everything recorded, ordered by episode and time. Episodes that were cut here count as truncated."""
+        columns = [np.concatenate(column) for column in zip(*self.steps, strict=True)]
+        order = np.argsort(columns[3], kind="stable")
+        obs, labels, logits, episodes, played, rewards, terminated, truncated = (column[order] for column in columns)
+        for slot, episode in enumerate(self.episode):
+            self.final_obs.setdefault(int(episode), self.obs[slot].copy())
+        last = np.append(episodes[1:] != episodes[:-1], True)
+        truncated = truncated | (last & ~terminated)
+        final_obs = np.stack([self.final_obs[int(episode)] for episode in episodes[last]])
+        # Episodes started by the last step have no states; numbering skips them by itself.
+        transitions = Transitions(played, rewards, terminated, truncated, final_obs)
+        return Demonstrations(env_id, obs, labels.astype(np.int64), logits, episodes, transitions)
+
+
+def merge(*demos: Demonstrations) -> Demonstrations:
+    """All the states in one; episodes get new numbers where they would clash. Transitions are kept if all have them."""
+    if not demos:
+        raise SortRLError("merge: nothing to merge; give at least one Demonstrations.")
+    kinds = sorted({f"{one.env_id}, observations {one.obs.shape[1:]}, {one.n_actions} actions" for one in demos})
+    if len(kinds) > 1:
+        raise SortRLError(f"merge: demonstrations of different tasks: {'; '.join(kinds)}.")
+    offset, episodes = 0, []
+    for one in demos:
+        numbers = np.unique(one.episodes, return_inverse=True)[1]
+        episodes.append(numbers + offset)
+        offset += int(numbers.max()) + 1
+    after = [one.transitions for one in demos if one.transitions is not None]
+    fields = ("played", "rewards", "terminated", "truncated", "final_obs")
+    transitions = None
+    if len(after) == len(demos):
+        transitions = Transitions(*(np.concatenate([getattr(one, name) for one in after]) for name in fields))
+    joined = [np.concatenate([getattr(one, name) for one in demos]) for name in ("obs", "actions", "logits")]
+    return Demonstrations(demos[0].env_id, joined[0], joined[1], joined[2], np.concatenate(episodes), transitions)
+
+
+def split(demos: Demonstrations, share: float, seed: int = 0) -> tuple[Demonstrations, Demonstrations]:
+    """(train, held_out): whole episodes are held out, at least one, until they hold about ``share`` of the states.
+
+    States of one episode resemble each other, so a split by states would measure memory, not generalisation.
+    """
+    if not 0 < share < 1:
+        raise SortRLError(f"split: share is {share}, expected the held-out part strictly between 0 and 1.")
+    numbers, sizes = np.unique(demos.episodes, return_counts=True)
+    if len(numbers) < 2:
+        raise SortRLError("split: there is only one episode, so none can be held out. Collect more states.")
+    order = np.random.default_rng(seed).permutation(len(numbers))
+    n_held = 1 + int(np.searchsorted(np.cumsum(sizes[order]), share * len(demos)))
+    held = np.isin(demos.episodes, numbers[order[: min(n_held, len(numbers) - 1)]])
+    return _select(demos, ~held), _select(demos, held)
+
+
+def _select(demos: Demonstrations, mask: npt.NDArray[np.bool_]) -> Demonstrations:
+    """The states of some whole episodes."""
+    after = demos.transitions
+    if after is not None:
+        kept = np.isin(np.unique(demos.episodes), demos.episodes[mask])
+        steps = (after.played[mask], after.rewards[mask], after.terminated[mask], after.truncated[mask])
+        after = Transitions(*steps, after.final_obs[kept])
+    return Demonstrations(
+        demos.env_id, demos.obs[mask], demos.actions[mask], demos.logits[mask], demos.episodes[mask], after
+    )
+
+
+def save_demonstrations(path: str | Path, demos: Demonstrations) -> None:
+    """Write the demonstrations as one safetensors file."""
+    arrays = {name: getattr(demos, name) for name in ("obs", "actions", "logits", "episodes")}
+    if demos.transitions is not None:
+        arrays |= {f"transitions.{name}": array for name, array in vars(demos.transitions).items()}
+    tensors = {name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in arrays.items()}
+    write_tensors(path, tensors, {"format": FORMAT, "env_id": demos.env_id})
+
+
+def load_demonstrations(path: str | Path) -> Demonstrations:
+    """Read what :func:`save_demonstrations` wrote, checking kinds and shapes."""
+    tensors, metadata = read_tensors(path)
+    if metadata.get("format") != FORMAT or not isinstance(metadata.get("env_id"), str):
+        raise SortRLError(f"{path} holds no demonstrations (format {metadata.get('format')!r}, expected {FORMAT!r}).")
+    arrays = {name: tensor.numpy() for name, tensor in tensors.items()}
+    kinds = {"actions": "i", "logits": "f", "episodes": "i"}
+    kinds |= {"transitions.played": "i", "transitions.rewards": "f", "transitions.terminated": "b"}
+    kinds |= {"transitions.truncated": "b"}
+    for name in ("obs", "actions", "logits", "episodes"):
+        if name not in arrays:
+            raise SortRLError(f"{path} lacks {name}; found {', '.join(arrays) or 'nothing'}.")
+    for name, kind in kinds.items():
+        if name in arrays and arrays[name].dtype.kind != kind:
+            raise SortRLError(f"{path}: {name} has dtype {arrays[name].dtype}, expected kind {kind!r}.")
+    after = {name.removeprefix("transitions."): array for name, array in arrays.items() if "." in name}
+    try:
+        transitions = Transitions(**after) if after else None
+    except TypeError as error:
+        raise SortRLError(f"{path}: its transitions are incomplete ({error}).") from error
+    columns = (arrays["obs"], arrays["actions"], arrays["logits"], arrays["episodes"])
+    return Demonstrations(metadata["env_id"], *columns, transitions)
+
+
+def export_minari(demos: Demonstrations, dataset_id: str) -> Any:
+    """Write the episodes as a local Minari dataset (``sortrl[minari]``) for offline reinforcement learning; return it.
+
+    Its actions are those that were played; the teacher's answers are in ``infos["teacher_action"]``.
+    """
+    try:
+        # Minari asks for its storage only after making the dataset's folder, so ask before it.
+        importlib.import_module("h5py")
+        import minari
+        from minari.data_collector import EpisodeBuffer
+    except ImportError as error:
+        raise MissingDependency("Exporting to Minari needs a package: pip install 'sortrl[minari]'") from error
+    after = demos.transitions
+    if after is None:
+        raise SortRLError(
+            "export_minari: these demonstrations lack transitions (rewards and ends). Collect them again."
+        )
+    buffers = []
+    for number, episode in enumerate(np.unique(demos.episodes)):
+        rows = np.flatnonzero(demos.episodes == episode)
+        buffers.append(
+            EpisodeBuffer(
+                id=number,
+                observations=np.concatenate([demos.obs[rows], after.final_obs[number][None]]),
+                actions=after.played[rows],
+                rewards=after.rewards[rows].tolist(),
+                terminations=after.terminated[rows].tolist(),
+                truncations=after.truncated[rows].tolist(),
+                infos={"teacher_action": np.append(demos.actions[rows], 0)},
+            )
+        )
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # advice on authors and links of published datasets
+            return minari.create_dataset_from_buffers(
+                dataset_id,
+                buffers,
+                env=demos.env_id,
+                algorithm_name="sortrl teacher",
+                description=export_minari.__doc__,
+            )
+    except (ValueError, FileExistsError) as error:
+        raise SortRLError(f"Minari refused dataset {dataset_id!r}: {error}") from error

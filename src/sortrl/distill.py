@@ -1,0 +1,275 @@
+"""Distillation: teach a SortPolicy the teacher's actions while widening its margins (the paper's Eq. pi_loss)."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from sortrl.checkpoint import Checkpoint
+from sortrl.errors import SortRLError
+from sortrl.nets import SortPolicy
+from sortrl.normalizer import Normalizer
+from sortrl.records import Demonstrations
+
+Progress = Callable[[dict[str, Any]], None]
+
+# Exponents with short multiplication chains: the kernels need neither logarithm nor exponential for them.
+EXPONENTS = (8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
+
+
+@dataclass(frozen=True)
+class DistillConfig:
+    """How to train the student."""
+
+    eps: float = 0.1
+    """Perturbation to train for, in the policy's input units: margins up to 2 eps are widened."""
+    steps: int = 1500
+    """Optimiser steps."""
+    batch: int = 512
+    """States per step."""
+    width: int = 640
+    """Units per hidden layer."""
+    depth: int = 5
+    """Sort layers, the output layer among them."""
+    rho: float = 0.3
+    """Decay of the sorted mix."""
+    scale: float = 1.0
+    """Factor on the inputs (its Lipschitz constant is accounted for): above 1 helps where inputs vary little."""
+    learning_rate: float = 0.02
+    """Of AdamW, decaying to 0 along a cosine."""
+    lambda_start: float = 1.0
+    """Weight of the cross-entropy at first."""
+    lambda_end: float = 0.01
+    """Weight of the cross-entropy at last; it falls geometrically with the rise of p."""
+    warm_share: float = 0.1
+    """Share of the steps at p = 8 before p rises."""
+    final_share: float = 0.15
+    """Share of the steps at p = infinity, at the end."""
+    exact_share: float = 0.0
+    """Share of the steps, the last of those at p = infinity, on the exact sort layers instead of sampled masks."""
+    mu_start: float | None = None
+    """First value of mu, which multiplies the scores in the cross-entropy. None: 0.5 / eps, so that margins of the size
+    that is asked for matter from the first step on. (The paper starts at 1.)"""
+    theta_factor: float = 2.0
+    """The hinge ends at theta = theta_factor * eps."""
+    soft_targets: float = 0.0
+    """Share of the cross-entropy that is taken against the teacher's softmax instead of its action."""
+    mask_chunk: int = 128
+    """Samples that share one random mask."""
+
+    def __post_init__(self) -> None:
+        positive = (
+            "steps",
+            "batch",
+            "width",
+            "depth",
+            "scale",
+            "learning_rate",
+            "lambda_start",
+            "lambda_end",
+            "theta_factor",
+        )
+        for name in positive:
+            if not 0 < getattr(self, name) < math.inf:
+                raise SortRLError(f"DistillConfig: {name} is {getattr(self, name)}, expected a positive number.")
+        if not 0 <= self.eps < math.inf:
+            raise SortRLError(f"DistillConfig: eps is {self.eps}, expected a number >= 0 in the policy's input units.")
+        if not (self.warm_share >= 0 and self.final_share >= 0 and self.warm_share + self.final_share <= 1):
+            raise SortRLError(
+                f"DistillConfig: warm_share {self.warm_share} and final_share {self.final_share} must be shares that sum to at most 1."
+            )
+        if not 0 <= self.exact_share <= self.final_share:
+            raise SortRLError(
+                f"DistillConfig: exact_share is {self.exact_share}, expected at most final_share {self.final_share}."
+            )
+        if not 0 <= self.soft_targets <= 1:
+            raise SortRLError(f"DistillConfig: soft_targets is {self.soft_targets}, expected a share in [0, 1].")
+
+    @property
+    def theta(self) -> float:
+        """Margins beyond this are wide enough."""
+        return self.theta_factor * self.eps
+
+    def rise(self, step: int) -> float:
+        """How far p has risen at a step: 0 in the warm part, 1 at the end of the rise."""
+        done = step / self.steps
+        span = 1.0 - self.warm_share - self.final_share
+        return min(1.0, max(0.0, (done - self.warm_share) / span)) if span > 0 else float(done >= self.warm_share)
+
+    def p_at(self, step: int) -> float:
+        """The exponent at a step: 8, rising geometrically to 1024, then infinity.
+
+        >>> config = DistillConfig(steps=100)
+        >>> [config.p_at(step) for step in (0, 40, 80, 90)]
+        [8.0, 48.0, 768.0, inf]
+        """
+        if step >= self.steps * (1.0 - self.final_share):
+            return math.inf
+        wanted = 8.0 * 128.0 ** self.rise(step)
+        return float(min(EXPONENTS, key=lambda p: abs(math.log(p / wanted))))
+
+    def lambda_at(self, step: int) -> float:
+        return float(self.lambda_start * (self.lambda_end / self.lambda_start) ** self.rise(step))
+
+    def learning_rate_at(self, step: int) -> float:
+        return 0.5 * self.learning_rate * (1.0 + math.cos(math.pi * step / self.steps))
+
+
+@dataclass(frozen=True)
+class Distilled:
+    """A trained, calibrated student, its training curve, and how it does on held-out episodes (if given)."""
+
+    policy: SortPolicy
+    history: list[dict[str, Any]]
+    held_out: dict[str, float] | None
+
+
+PRESETS: dict[str, DistillConfig] = {
+    "fast": DistillConfig(width=256, steps=1500),
+    "paper": DistillConfig(width=640, steps=2000, mu_start=1.0),
+}
+
+
+def margins(scores: Tensor, labels: Tensor) -> Tensor:
+    """Score of the label minus the best other score: positive where the arg-max agrees with the label."""
+    own = scores.gather(1, labels[:, None]).squeeze(1)
+    others = scores.scatter(1, labels[:, None], -math.inf).amax(1)
+    return own - others
+
+
+def robust_loss(margin: Tensor, theta: float) -> Tensor:
+    """The paper's Eq. rob_loss: minus the margin where the student agrees and the margin is at most theta, else 0."""
+    active = (margin >= 0) & (margin <= theta)
+    return torch.where(active, -margin, torch.zeros_like(margin)).mean()
+
+
+def imitation_loss(logits: Tensor, labels: Tensor, teacher_logits: Tensor, soft: float) -> Tensor:
+    """Cross-entropy against the teacher's action, or partly against its softmax."""
+    hard = functional.cross_entropy(logits, labels)
+    if soft == 0.0:
+        return hard
+    return (1 - soft) * hard + soft * functional.cross_entropy(logits, teacher_logits.softmax(1))
+
+
+def distill(
+    demonstrations: Demonstrations,
+    normalizer: Normalizer,
+    config: DistillConfig | None = None,
+    *,
+    held_out: Demonstrations | None = None,
+    out_dir: str | Path | None = None,
+    seed: int = 0,
+    progress: Progress | None = None,
+) -> Distilled:
+    """Train a student on demonstrations. With ``out_dir`` it checkpoints there and resumes from what it finds.
+
+    Every random number comes from one seeded generator, so a run is reproducible on one machine and thread count, and a
+    resumed run equals an undisturbed one bit for bit.
+    """
+    config = config or PRESETS["fast"]
+    if normalizer.obs_shape != demonstrations.obs.shape[1:]:
+        raise SortRLError(
+            f"distill: states have shape {demonstrations.obs.shape[1:]}, but the normalizer {normalizer.obs_shape}."
+        )
+    generator = torch.Generator().manual_seed(seed)
+    policy = _initial_policy(demonstrations, normalizer, config, generator)
+    optimizer = _optimizer(policy, config)
+    states = torch.from_numpy(np.ascontiguousarray(demonstrations.obs))
+    labels = torch.from_numpy(demonstrations.actions.astype(np.int64))
+    teacher_logits = torch.from_numpy(demonstrations.logits.astype(np.float32))
+    checkpoint = Checkpoint(
+        out_dir, {"config": asdict(config), "seed": seed, "states": len(states), "labels": int(labels.sum())}
+    )
+    first, history = checkpoint.restore(policy, optimizer, generator)
+    started, began_at = time.monotonic(), first
+
+    policy.train()
+    for step in range(first, config.steps):
+        policy.p.fill_(config.p_at(step))
+        for group in optimizer.param_groups:
+            group["lr"] = config.learning_rate_at(step)
+        index = torch.randint(len(states), (config.batch,), generator=generator)
+        target = labels[index]
+        unit = normalizer(states[index])
+        exact = step >= config.steps * (1.0 - config.exact_share)
+        scores = policy.exact_training_scores(unit) if exact else policy.training_scores(unit, generator)
+        margin = margins(scores, target)
+        lam = config.lambda_at(step)
+        imitation = imitation_loss(policy.mu * scores, target, teacher_logits[index], config.soft_targets)
+        loss = lam * imitation + robust_loss(margin, config.theta)
+        optimizer.zero_grad(set_to_none=True)
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+
+        done = step + 1
+        if done % max(1, config.steps // 200) == 0 or done == config.steps:
+            row = {
+                "step": done,
+                "loss": float(loss.detach()),
+                "cross_entropy": float(imitation.detach()),
+                "agreement": float((margin >= 0).float().mean()),
+                "certified": float((margin > 2 * config.eps * policy.lipschitz).float().mean()),
+                "p": min(float(policy.p), 1e9),  # JSON has no infinity
+                "lambda": lam,
+            }
+            history.append(row)
+            if progress is not None:
+                seconds = (time.monotonic() - started) / (done - began_at)
+                progress({**row, "total": config.steps, "seconds_left": seconds * (config.steps - done)})
+        if done % max(1, config.steps // 10) == 0 or done == config.steps:
+            checkpoint.save(policy, optimizer, generator, done, history)
+
+    # Finished: whoever differentiates it from here on (an attack) wants gradients of the inputs alone.
+    policy.eval().requires_grad_(False)
+    policy.calibrate(normalizer(states))
+    return Distilled(policy, history, None if held_out is None else held_out_metrics(policy, held_out, config.eps))
+
+
+def _initial_policy(
+    demonstrations: Demonstrations, normalizer: Normalizer, config: DistillConfig, generator: torch.Generator
+) -> SortPolicy:
+    policy = SortPolicy(
+        demonstrations.obs.shape[1:],
+        demonstrations.n_actions,
+        config.width,
+        config.depth,
+        config.rho,
+        scale=config.scale,
+        mask_chunk=config.mask_chunk,
+        normalizer=normalizer,
+    )
+    with torch.no_grad():
+        for layer in policy.layers:
+            layer.weight.normal_(generator=generator)
+        policy.mu.fill_(config.mu_start or 0.5 / max(config.eps, 0.005))
+    return policy
+
+
+def _optimizer(policy: SortPolicy, config: DistillConfig) -> torch.optim.AdamW:
+    """AdamW; only mu decays, because a sort layer's weights are positions and have no natural zero."""
+    positions = [parameter for name, parameter in policy.named_parameters() if name != "mu"]
+    groups = [{"params": positions, "weight_decay": 0.0}, {"params": [policy.mu], "weight_decay": 0.02}]
+    # Fused: one pass over the weights and no temporary copies of them.
+    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=(0.9, 0.99), eps=1e-10, fused=True)
+
+
+@torch.no_grad()
+def held_out_metrics(policy: SortPolicy, held_out: Demonstrations, eps: float) -> dict[str, float]:
+    """Agreement with the teacher and certified share of the evaluation network on episodes it was not trained on."""
+    parts = [policy.certify(held_out.obs[start : start + 4096]) for start in range(0, len(held_out), 4096)]
+    action = np.concatenate([part.action for part in parts])
+    radius = np.concatenate([part.radius for part in parts])
+    return {
+        "states": len(held_out),
+        "agreement": float((action == held_out.actions).mean()),
+        "certified": float((radius > eps).mean()),
+    }

@@ -1,0 +1,177 @@
+"""What a task looks like: shapes, valid range, names; and errors that say how to mend a wrong environment id."""
+
+from __future__ import annotations
+
+import difflib
+import math
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import numpy.typing as npt
+
+from sortrl.errors import MissingDependency, SortRLError
+
+OBS_NAMES: dict[str, tuple[str, ...]] = {
+    "CartPole": ("cart position", "cart velocity", "pole angle", "pole angular velocity"),
+    "Acrobot": (
+        "cos of angle 1",
+        "sin of angle 1",
+        "cos of angle 2",
+        "sin of angle 2",
+        "angular velocity 1",
+        "angular velocity 2",
+    ),
+    "MountainCar": ("position", "velocity"),
+    "LunarLander": (
+        "x position",
+        "y position",
+        "x velocity",
+        "y velocity",
+        "angle",
+        "angular velocity",
+        "left leg contact",
+        "right leg contact",
+    ),
+}
+
+# Some environments write "unbounded" as the largest float32 rather than as infinity.
+_UNBOUNDED_FROM = 1e30
+
+
+@dataclass(frozen=True)
+class EnvInfo:
+    """What the rest of the package needs to know about a task.
+
+    ``valid_low`` and ``valid_high`` are the declared bounds of raw observations (float64, of shape ``obs_shape``,
+    infinite where there is none); ``max_steps`` is the time limit, None if there is none.
+    """
+
+    env_id: str
+    obs_shape: tuple[int, ...]
+    n_actions: int
+    valid_low: npt.NDArray[np.float64]
+    valid_high: npt.NDArray[np.float64]
+    obs_names: tuple[str, ...]
+    max_steps: int | None
+    obs_dtype: np.dtype[Any]
+
+    @property
+    def obs_size(self) -> int:
+        """Number of values in one observation."""
+        return math.prod(self.obs_shape)
+
+    @property
+    def is_image(self) -> bool:
+        """Bytes with three dimensions: pixels in 0..255."""
+        return self.obs_dtype == np.uint8 and len(self.obs_shape) == 3
+
+
+def describe(env_id: str) -> EnvInfo:
+    """Describe a Gymnasium environment with discrete actions and array observations.
+
+    >>> info = describe("CartPole-v1")
+    >>> info.obs_shape, info.n_actions, info.max_steps
+    ((4,), 2, 500)
+    >>> info.obs_names[2], round(float(info.valid_high[2]), 3)
+    ('pole angle', 0.419)
+    """
+    env = make_env(env_id)
+    try:
+        return _info_of(env)
+    finally:
+        env.close()
+
+
+def make_env(env_id: str, max_episode_steps: int | None = None) -> gym.Env[Any, Any]:
+    """``gymnasium.make`` with errors that say what to do; the environment is checked by :func:`describe`, not here."""
+    if not isinstance(env_id, str):
+        raise SortRLError(f"Environment id is {env_id!r}, expected a string such as 'CartPole-v1'.")
+    try:
+        with _quiet():
+            # The passive checker warns about style on every step; describe() checks what matters here.
+            return gym.make(env_id, max_episode_steps=max_episode_steps, disable_env_checker=True)
+    except gym.error.DependencyNotInstalled as error:
+        raise _missing_dependency(env_id, error) from error
+    except (gym.error.Error, ImportError) as error:
+        raise _unknown_id(env_id, error) from error
+
+
+def _info_of(env: gym.Env[Any, Any]) -> EnvInfo:
+    env_id = env.spec.id if env.spec is not None else type(env.unwrapped).__name__
+    actions, observations = env.action_space, env.observation_space
+    if isinstance(actions, gym.spaces.Box):
+        raise SortRLError(
+            f"{env_id} has continuous actions {actions}: not supported yet. Choose a task with discrete actions."
+        )
+    if not isinstance(actions, gym.spaces.Discrete) or int(actions.start) != 0:
+        raise SortRLError(f"{env_id} has actions {actions}; expected Discrete(n) counted from 0. Wrap the environment.")
+    if not isinstance(observations, gym.spaces.Box):
+        raise SortRLError(
+            f"{env_id} has observations {observations}; expected one Box (an array of numbers). "
+            "Wrap the environment, for example with gymnasium.wrappers.FlattenObservation."
+        )
+    shape = tuple(observations.shape)
+    return EnvInfo(
+        env_id=env_id,
+        obs_shape=shape,
+        n_actions=int(actions.n),
+        valid_low=_bounds(observations.low),
+        valid_high=_bounds(observations.high),
+        obs_names=_obs_names(env_id, shape),
+        max_steps=env.spec.max_episode_steps if env.spec is not None else None,
+        obs_dtype=np.dtype(observations.dtype),
+    )
+
+
+def _bounds(declared: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
+    bounds = declared.astype(np.float64)
+    bounds = np.where(np.abs(bounds) >= _UNBOUNDED_FROM, np.copysign(np.inf, bounds), bounds)
+    bounds.flags.writeable = False
+    return bounds
+
+
+def _obs_names(env_id: str, shape: tuple[int, ...]) -> tuple[str, ...]:
+    names = OBS_NAMES.get(env_id.split("/")[-1].rpartition("-v")[0], ())
+    if len(names) == math.prod(shape):
+        return names
+    return tuple(f"obs[{', '.join(map(str, index))}]" for index in np.ndindex(shape))
+
+
+def _missing_dependency(env_id: str, error: Exception) -> MissingDependency:
+    registered = gym.registry.get(env_id)
+    entry = f"{registered.entry_point if registered else ''} {error}".lower()
+    for extra, mark in (("box2d", "box2d"), ("atari", "atari"), ("atari", "ale")):
+        if mark in entry:
+            return MissingDependency(
+                f"{env_id} needs a package that is not installed. Run: pip install 'sortrl[{extra}]'"
+            )
+    return MissingDependency(f"{env_id} needs a package that is not installed: {error}")
+
+
+def _unknown_id(env_id: str, error: Exception) -> SortRLError:
+    if env_id.startswith("ALE/") or "NoFrameskip" in env_id:
+        return MissingDependency(f"No environment {env_id!r}. Atari games need a package: pip install 'sortrl[atari]'")
+    if isinstance(error, ImportError):
+        return SortRLError(f"Cannot import the module that registers {env_id!r}: {error}")
+    name = env_id.rpartition("-v")[0] or env_id
+    # Other versions of the same task first (LunarLander-v2 -> LunarLander-v3), then similar names.
+    versions = [known for known in gym.registry if known.rpartition("-v")[0].lower() == name.lower()]
+    by_lower = {known.lower(): known for known in gym.registry}
+    similar = [by_lower[match] for match in difflib.get_close_matches(env_id.lower(), by_lower, n=3, cutoff=0.6)]
+    suggestions = list(dict.fromkeys([*sorted(versions, reverse=True), *similar]))[:3]
+    hint = f"Did you mean {', '.join(suggestions)}?" if suggestions else "List the known ids with gymnasium.registry."
+    return SortRLError(f"No environment {env_id!r} in Gymnasium {gym.__version__}. {hint}")
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Gymnasium and pygame warn about versions and packaging on construction; nothing the user can act on here."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        warnings.simplefilter("ignore", DeprecationWarning)
+        yield

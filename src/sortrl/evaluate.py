@@ -1,0 +1,143 @@
+"""Returns, clean and under attack: a fixed list of seeded episodes, all played side by side to their end."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from sortrl.attacks import Attack
+from sortrl.envs import EnvInfo, EnvSlots
+from sortrl.errors import SortRLError
+from sortrl.nets import SortPolicy
+from sortrl.records import EvalResult, Policy
+
+Progress = Callable[[dict[str, Any]], None]
+SEEDS_PER_RUN = 1_000_000  # episodes of different run seeds never coincide
+
+
+@dataclass
+class _Episode:
+    """One episode under way."""
+
+    seed: int
+    obs: npt.NDArray[Any]
+    total: float = 0.0
+    radii: list[float] = field(default_factory=list)
+    length: int = 0
+
+
+def episode_seeds(seed: int, episodes: int) -> tuple[int, ...]:
+    """The seeds of the episodes of an evaluation: the same for every policy, so that comparisons are paired."""
+    if not 0 <= seed < 2000 or not 1 <= episodes <= SEEDS_PER_RUN:
+        raise SortRLError(
+            f"evaluate: seed is {seed} and episodes {episodes}, expected 0 <= seed < 2000 and at least one episode."
+        )
+    return tuple(seed * SEEDS_PER_RUN + index for index in range(episodes))
+
+
+def valid_range(policy: Policy, info: EnvInfo) -> tuple[Tensor | None, Tensor | None]:
+    """The declared bounds of observations in the policy's units; None where there is none at all."""
+
+    def to_unit(bounds: npt.NDArray[np.float64]) -> Tensor | None:
+        finite = np.isfinite(bounds)
+        if not finite.any():
+            return None
+        unit = policy.normalize(np.where(finite, bounds, 0.0)[None])[0]
+        return torch.where(torch.from_numpy(finite), unit, torch.from_numpy(np.where(finite, 0.0, bounds)).float())
+
+    return to_unit(info.valid_low), to_unit(info.valid_high)
+
+
+def evaluate(
+    policy: Policy,
+    env: str,
+    attack: Attack | None = None,
+    eps: float = 0.0,
+    episodes: int = 20,
+    seed: int = 0,
+    *,
+    slots: int = 64,
+    name: str | None = None,
+    skip_certified: bool = True,
+    progress: Progress | None = None,
+) -> EvalResult:
+    """Play ``episodes`` greedy episodes, each observation perturbed by ``attack`` within ``eps`` (unit space).
+
+    The list of episodes is fixed and each is played to its end: nothing favours short ones. With ``skip_certified`` the
+    attack is not run on states that are certified at eps, where it provably cannot change the action; the returns are
+    the same, sooner.
+
+    >>> from sortrl.teachers import load_teacher
+    >>> pushes_right = load_teacher(lambda obs: np.ones(len(obs), dtype=int), env_id="CartPole-v1")
+    >>> evaluate(pushes_right, "CartPole-v1", episodes=3).mean < 20
+    True
+    """
+    if not 0 <= eps < float("inf"):
+        raise SortRLError(f"evaluate: eps is {eps}, expected a finite number >= 0 in the policy's input units.")
+    seeds = episode_seeds(seed, episodes)
+    generator = torch.Generator().manual_seed(seed)
+    finished: dict[int, _Episode] = {}
+    changed = queries = gradients = 0
+    started = time.monotonic()
+    with EnvSlots(env, min(slots, episodes)) as envs:
+        low, high = valid_range(policy, envs.info)
+        waiting = list(seeds)[::-1]
+        playing = {slot: _Episode(s, envs.reset(slot, s)) for slot in range(len(envs)) for s in [waiting.pop()]}
+        while playing:
+            unit = policy.normalize(np.stack([episode.obs for episode in playing.values()]))
+            actions, radii = _decide(policy, unit)
+            exposed = np.arange(len(unit))
+            if radii is not None:
+                for episode, radius in zip(playing.values(), radii, strict=True):
+                    episode.radii.append(float(radius))
+                if skip_certified:
+                    exposed = np.flatnonzero(radii <= eps)
+            if attack is not None and eps > 0 and len(exposed):
+                result = attack(policy, unit[torch.from_numpy(exposed)], eps, low, high, generator)
+                actions[exposed] = result.action
+                changed += int(result.changed.sum())
+                queries, gradients = queries + result.queries, gradients + result.gradients
+            for (slot, episode), action in zip(list(playing.items()), actions, strict=True):
+                episode.obs, reward, done = envs.step(slot, int(action))
+                episode.total += reward
+                episode.length += 1
+                if done:
+                    finished[episode.seed] = playing.pop(slot)
+                    if waiting:
+                        following = waiting.pop()
+                        playing[slot] = _Episode(following, envs.reset(slot, following))
+                    if progress is not None:
+                        progress({"episodes": len(finished), "total": episodes})
+    ordered = [finished[s] for s in seeds]
+    lengths = np.array([episode.length for episode in ordered])
+    certified = isinstance(policy, SortPolicy)
+    return EvalResult(
+        env_id=env,
+        policy=str(name or getattr(policy, "name", type(policy).__name__)),
+        attack="none" if attack is None else attack.name,
+        eps_unit=float(eps),
+        seeds=seeds,
+        returns=np.array([episode.total for episode in ordered]),
+        lengths=lengths,
+        changed_share=changed / int(lengths.sum()),
+        radii=np.concatenate([episode.radii for episode in ordered]) if certified else None,
+        queries=queries,
+        gradients=gradients,
+        seconds=time.monotonic() - started,
+    )
+
+
+@torch.no_grad()
+def _decide(policy: Policy, unit: Tensor) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64] | None]:
+    """Actions and, where the policy has certificates, radii."""
+    if isinstance(policy, SortPolicy):
+        certificate = policy.certify_unit(unit)
+        return certificate.action.astype(np.int64), certificate.radius.astype(np.float64)
+    return policy.scores(unit).argmax(1).numpy(), None

@@ -1,0 +1,194 @@
+"""Layers that are Lipschitz in l_inf by construction. Every constant is computed from the parts, never assigned.
+
+==========================  ============================================
+instead of                  use
+==========================  ============================================
+``Linear`` + activation     ``SortLinear`` (|x - w|, sorted and mixed)
+``BatchNorm``               ``MeanShift`` (subtracts the mean, no scaling)
+image resize                ``AveragePool``, ``Crop``
+input normalisation         ``Scale`` (its constant enters the certificate)
+==========================  ============================================
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from sortrl import ops
+from sortrl.errors import SortRLError
+
+
+def truncated_mix(rho: float, fan_in: int, tolerance: float = 1e-4) -> Tensor:
+    """The first K weights of ``(1 - rho) rho^j``, scaled to sum to 1, with K such that the rest sums to at most ``tolerance``.
+
+    The weights are rounded towards zero, so that their exact sum never exceeds 1: what is evaluated is what is certified.
+
+    >>> truncated_mix(0.0, 8)
+    tensor([1.])
+    >>> len(truncated_mix(0.3, 640))
+    8
+    """
+    if not 0.0 <= rho < 1.0:
+        raise SortRLError(f"rho is {rho}, expected a number in [0, 1).")
+    if not 0.0 < tolerance < 1.0:
+        raise SortRLError(f"tolerance is {tolerance}, expected a number in (0, 1).")
+    if fan_in < 1:
+        raise SortRLError(f"a layer has {fan_in} inputs, expected at least 1.")
+    top = 1 if rho == 0.0 else min(fan_in, math.ceil(math.log(tolerance) / math.log(rho)))
+    weights = (1.0 - rho) * rho ** np.arange(top, dtype=np.float64)
+    weights /= math.fsum(weights)
+    rounded = weights.astype(np.float32)
+    above = rounded.astype(np.float64) > weights
+    rounded[above] = np.nextafter(rounded[above], np.float32(0.0))
+    return torch.from_numpy(rounded)
+
+
+class SortLinear(nn.Module):
+    """``y_k = sum_j mix_j * (j-th largest of |x - w_k|)``, exactly ``sum(mix)``-Lipschitz in l_inf.
+
+    Args:
+        in_features: size of the input.
+        out_features: number of units.
+        rho: how slowly the mix decays, in [0, 1); 0 is a plain maximum.
+        tolerance: share of the mix that may be cut off at evaluation.
+
+    >>> layer = SortLinear(3, 2, rho=0.3)
+    >>> layer(torch.zeros(5, 3)).shape, round(layer.lipschitz, 6)
+    (torch.Size([5, 2]), 1.0)
+    """
+
+    mix: Tensor
+
+    def __init__(self, in_features: int, out_features: int, rho: float = 0.3, tolerance: float = 1e-4) -> None:
+        super().__init__()
+        if out_features < 1:
+            raise SortRLError(f"SortLinear: {out_features} outputs, expected at least 1.")
+        self.rho = rho
+        self.register_buffer("mix", truncated_mix(rho, in_features, tolerance), persistent=False)
+        self.weight = nn.Parameter(torch.randn(out_features, in_features))
+
+    @property
+    def lipschitz(self) -> float:
+        """Sum of the mix: a change of x by at most d moves every sorted distance by at most d."""
+        return math.fsum(self.mix.abs().tolist())
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The evaluation layer (batch, in) -> (batch, out): exact top-K."""
+        if len(self.mix) == 1:  # the mix is {1}
+            return ops.max_dist(x, self.weight)
+        return ops.sort_dist(x, self.weight, self.mix.to(x.dtype))
+
+    def smooth(self, x: Tensor, p: float, in_keep: Tensor | None = None, out_keep: Tensor | None = None) -> Tensor:
+        """The training layer: an l_p norm in place of the maximum, over the inputs that a random mask keeps."""
+        return ops.lp_dist(x, self.weight, p, in_keep, out_keep)
+
+    def bounds(self, lo: Tensor, hi: Tensor) -> tuple[Tensor, Tensor]:
+        """The exact range of the layer over a box of inputs."""
+        return ops.sort_bounds(lo, hi, self.weight, self.mix.to(lo.dtype))
+
+    def extra_repr(self) -> str:
+        return f"{self.weight.shape[1]}, {self.weight.shape[0]}, rho={self.rho}, top={len(self.mix)}"
+
+
+class MeanShift(nn.Module):
+    """Subtracts a per-channel mean: the batch's in training, the running one in evaluation. 1-Lipschitz: no scaling."""
+
+    running_mean: Tensor
+
+    def __init__(self, features: int, momentum: float = 0.1) -> None:
+        super().__init__()
+        self.momentum = momentum
+        self.register_buffer("running_mean", torch.zeros(features))
+
+    @property
+    def lipschitz(self) -> float:
+        """A translation moves no two points apart; a unit impulse through the (linear) difference says so."""
+        probe = torch.ones_like(self.running_mean)
+        return float((self(probe[None]) - self(torch.zeros_like(probe)[None])).abs().max().round(decimals=4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x - self.running_mean
+
+    def centre(self, x: Tensor, keep: Tensor | None) -> Tensor:
+        """Training: subtract the batch mean of each channel over the samples in which a mask let it be computed.
+
+        ``keep`` (chunks, features) says where; elsewhere x is 0, so that sums need no gather.
+        """
+        if keep is None:
+            mean = x.mean(0)
+            seen = torch.ones_like(mean, dtype=torch.bool)
+        else:
+            rows = -(-len(x) // len(keep))
+            sizes = torch.full((len(keep), 1), float(rows), dtype=x.dtype, device=x.device)
+            sizes[-1] = len(x) - rows * (len(keep) - 1)
+            count = (keep * sizes).sum(0)
+            seen = count > 0
+            mean = torch.where(seen, x.sum(0) / count.clamp(min=1.0), self.running_mean)
+        with torch.no_grad():
+            self.running_mean.copy_(torch.where(seen, self.running_mean.lerp(mean, self.momentum), self.running_mean))
+        return x - mean
+
+
+class Scale(nn.Module):
+    """Multiplies each coordinate by a positive factor. Its l_inf constant is the largest factor."""
+
+    factor: Tensor
+
+    def __init__(self, factor: float | Tensor) -> None:
+        super().__init__()
+        value = torch.as_tensor(factor, dtype=torch.float32)
+        if not bool((torch.isfinite(value) & (value > 0)).all()):
+            raise SortRLError(f"Scale: factor is {factor}, expected positive finite numbers.")
+        self.register_buffer("factor", value)
+
+    @property
+    def lipschitz(self) -> float:
+        return float(self.factor.max())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.factor
+
+
+class Crop(nn.Module):
+    """Removes borders of an image (batch, channels, height, width)."""
+
+    def __init__(self, top: int = 0, bottom: int = 0, left: int = 0, right: int = 0) -> None:
+        super().__init__()
+        if min(top, bottom, left, right) < 0:
+            raise SortRLError(f"Crop: borders are {(top, bottom, left, right)}, expected none negative.")
+        self.top, self.bottom, self.left, self.right = top, bottom, left, right
+
+    @property
+    def lipschitz(self) -> float:
+        return nonnegative_lipschitz(self, (1, self.top + self.bottom + 1, self.left + self.right + 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x[..., self.top : x.shape[-2] - self.bottom, self.left : x.shape[-1] - self.right]
+
+
+class AveragePool(nn.Module):
+    """Means over ``size`` x ``size`` blocks of an image (batch, channels, height, width)."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        if size < 1:
+            raise SortRLError(f"AveragePool: size is {size}, expected at least 1.")
+        self.size = size
+
+    @property
+    def lipschitz(self) -> float:
+        return nonnegative_lipschitz(self, (1, self.size, self.size))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.avg_pool2d(x, self.size)
+
+
+def nonnegative_lipschitz(module: nn.Module, shape: tuple[int, ...]) -> float:
+    """The l_inf constant of a linear map with nonnegative coefficients: its largest row sum, read off an input of ones."""
+    with torch.no_grad():
+        return float(module(torch.ones(1, *shape, dtype=torch.float64)).max())

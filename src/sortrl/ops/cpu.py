@@ -1,0 +1,169 @@
+"""The C++ kernels on CPU tensors. Chooses the instruction set; checks everything a raw address cannot say.
+
+All functions take contiguous float32 CPU tensors; masks are contiguous bool tensors or None.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from dataclasses import dataclass
+from functools import cache
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from sortrl.errors import SortRLError
+
+INSTRUCTION_SETS = ("avx512", "avx2", "baseline")
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Which kernel module serves, and why."""
+
+    module: ModuleType | None
+    isa: str | None
+    reason: str
+
+
+@cache
+def select() -> Selection:
+    """The best compiled kernels this processor supports; ``SORTRL_ISA`` overrides the choice."""
+    try:
+        baseline = importlib.import_module("sortrl.ops._kernels_baseline")
+    except ImportError as error:
+        return Selection(None, None, f"no compiled kernels ({error}); reinstall with a C++17 compiler to get them")
+    supported: list[str] = baseline.cpu_supports()
+    wanted = os.environ.get("SORTRL_ISA")
+    if wanted is None:
+        return Selection(_module(supported[0]), supported[0], "best that the processor supports")
+    if wanted not in supported:
+        raise SortRLError(
+            f"SORTRL_ISA={wanted!r} is not supported here; choose one of {', '.join(supported)} or unset it."
+        )
+    return Selection(_module(wanted), wanted, "chosen by SORTRL_ISA")
+
+
+def _module(isa: str) -> ModuleType:
+    return importlib.import_module(f"sortrl.ops._kernels_{isa}")
+
+
+def _kernels() -> ModuleType:
+    module = select().module
+    if module is None:
+        raise SortRLError(f"The C++ kernels are not available: {select().reason}.")
+    return module
+
+
+def _address(tensor: Tensor | None) -> int:
+    if tensor is None:
+        return 0
+    if not tensor.is_contiguous() or tensor.device.type != "cpu" or tensor.dtype not in (torch.float32, torch.bool):
+        raise SortRLError(
+            f"kernel needs a contiguous float32 or bool CPU tensor, received {tensor.dtype} on {tensor.device}, stride {tensor.stride()}."
+        )
+    return tensor.data_ptr()
+
+
+def _sizes(x: Tensor, w: Tensor) -> tuple[int, int, int, int, int]:
+    return _address(x), _address(w), x.shape[0], x.shape[1], w.shape[0]
+
+
+def _masked(x: Tensor, w: Tensor, in_keep: Tensor | None, out_keep: Tensor | None) -> tuple[int, ...]:
+    keep = in_keep if in_keep is not None else out_keep
+    chunks = 1 if keep is None else keep.shape[0]
+    return (*_sizes(x, w), _address(in_keep), _address(out_keep), chunks if len(x) else 0, torch.get_num_threads())
+
+
+def all_finite(tensor: Tensor) -> bool:
+    result: bool = _kernels().all_finite(_address(tensor), tensor.numel())
+    return result
+
+
+def max_forward(x: Tensor, w: Tensor, in_keep: Tensor | None, out_keep: Tensor | None) -> Tensor:
+    y = x.new_zeros(len(x), len(w))
+    _kernels().max_forward(*_masked(x, w, in_keep, out_keep), _address(y))
+    return y
+
+
+def max_backward(
+    grad: Tensor,
+    x: Tensor,
+    w: Tensor,
+    y: Tensor,
+    in_keep: Tensor | None,
+    out_keep: Tensor | None,
+    need_x: bool,
+    need_w: bool,
+) -> tuple[Tensor | None, Tensor | None]:
+    gx, gw = _gradients(x, w, need_x, need_w)
+    _kernels().max_backward(*_masked(x, w, in_keep, out_keep), _address(y), _address(grad), _address(gx), _address(gw))
+    return gx, gw
+
+
+def lp_forward(x: Tensor, w: Tensor, p: float, in_keep: Tensor | None, out_keep: Tensor | None) -> Tensor:
+    y = x.new_zeros(len(x), len(w))
+    _kernels().lp_forward(*_masked(x, w, in_keep, out_keep), p, _address(y))
+    return y
+
+
+def lp_backward(
+    grad: Tensor,
+    x: Tensor,
+    w: Tensor,
+    y: Tensor,
+    p: float,
+    in_keep: Tensor | None,
+    out_keep: Tensor | None,
+    need_x: bool,
+    need_w: bool,
+) -> tuple[Tensor | None, Tensor | None]:
+    gx, gw = _gradients(x, w, need_x, need_w)
+    _kernels().lp_backward(
+        *_masked(x, w, in_keep, out_keep), p, _address(y), _address(grad), _address(gx), _address(gw)
+    )
+    return gx, gw
+
+
+def sort_forward(x: Tensor, w: Tensor, mix: Tensor) -> Tensor:
+    y = x.new_empty(len(x), len(w))
+    _kernels().sort_forward(*_sizes(x, w), torch.get_num_threads(), _address(mix), len(mix), _address(y))
+    return y
+
+
+def sort_backward(
+    grad: Tensor, x: Tensor, w: Tensor, mix: Tensor, need_x: bool, need_w: bool
+) -> tuple[Tensor | None, Tensor | None]:
+    gx, gw = _gradients(x, w, need_x, need_w)
+    _kernels().sort_backward(
+        *_sizes(x, w), torch.get_num_threads(), _address(mix), len(mix), _address(grad), _address(gx), _address(gw)
+    )
+    return gx, gw
+
+
+def sort_bounds(lo: Tensor, hi: Tensor, w: Tensor, mix: Tensor) -> tuple[Tensor, Tensor]:
+    y_lo, y_hi = lo.new_empty(len(lo), len(w)), lo.new_empty(len(lo), len(w))
+    lo_address, *rest = _sizes(lo, w)
+    _kernels().sort_bounds(
+        lo_address,
+        _address(hi),
+        *rest,
+        torch.get_num_threads(),
+        _address(mix),
+        len(mix),
+        _address(y_lo),
+        _address(y_hi),
+    )
+    return y_lo, y_hi
+
+
+def limit(op: int, threads: int, seconds: float) -> float:
+    """Elements per second of an operator's arithmetic on registers alone (see csrc/kernels.h for the numbers)."""
+    rate: float = _kernels().limit(op, threads, seconds)
+    return rate
+
+
+def _gradients(x: Tensor, w: Tensor, need_x: bool, need_w: bool) -> tuple[Tensor | None, Tensor | None]:
+    return torch.zeros_like(x) if need_x else None, torch.zeros_like(w) if need_w else None

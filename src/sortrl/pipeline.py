@@ -1,0 +1,319 @@
+"""The main job: teacher -> data -> student -> certificates and attacks -> report, each stage kept in a file.
+
+A killed run continues when it is started again with the same settings: a finished stage is read from its file, an
+unfinished training from its checkpoint.
+"""
+
+from __future__ import annotations
+
+import datetime
+import fcntl
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from sortrl import attacks, provenance, report
+from sortrl.certify import certificate_summary
+from sortrl.collect import CollectConfig, collect, load_demonstrations, merge, save_demonstrations, split
+from sortrl.config import Preset, RobustifyConfig, robustify_config
+from sortrl.distill import DistillConfig, Distilled, distill, held_out_metrics
+from sortrl.envs import describe
+from sortrl.errors import SortRLError
+from sortrl.evaluate import evaluate
+from sortrl.files import read_json, write_json
+from sortrl.nets import SortPolicy
+from sortrl.progress import Report, stage
+from sortrl.records import Demonstrations, Policy
+from sortrl.teachers import Teacher, load_teacher, train_teacher
+
+VALIDATION_SHARE = 0.1
+TEST_SEED_OFFSET = 1000  # test episodes never coincide with those that data or choices were made from
+
+
+def robustify(
+    teacher: Any = None,
+    env: str = "CartPole-v1",
+    eps: float | None = None,
+    *,
+    preset: Preset = "fast",
+    out: str | Path | None = None,
+    seed: int = 0,
+    vecnormalize: Any = None,
+    allow_pickle: bool = False,
+    command: str | None = None,
+    quiet: bool = True,
+    **changes: Any,
+) -> SortPolicy:
+    """Turn an agent into a certified policy.
+
+    Args:
+        teacher: path of a Stable-Baselines3 zip or of a saved teacher, an SB3 model, a torch module, a callable on
+            batches of observations, or None to train one.
+        env: id of a Gymnasium environment with discrete actions.
+        eps: l_inf size of the perturbations to resist, in the teacher's input units (default: the task's).
+        preset: ``fast``, or ``paper`` for the recipe as published.
+        out: directory for everything (teacher, data, policy, results.json, report.html). Without it nothing is kept,
+            and the evaluation is left to you.
+        seed: fixes the run on one machine and thread count.
+        vecnormalize: observation statistics that belong to the teacher (a file or a VecNormalize).
+        allow_pickle: accept a pickle there.
+        command: what to print in the report as the command that made it.
+        quiet: no progress on the terminal.
+        changes: replace any field of ``RobustifyConfig`` or ``DistillConfig``, for example ``steps=500``.
+    """
+    info = describe(env)
+    config = robustify_config(info.env_id, eps, preset, train_teacher=teacher is None, **changes)
+    if out is None:
+        with tempfile.TemporaryDirectory(prefix="sortrl-") as scratch:
+            run = Run(Path(scratch), info.env_id, config, seed, quiet)
+            return run.student(run.teacher(teacher, vecnormalize, allow_pickle))
+    with _locked(Path(out)):
+        run = Run(Path(out), info.env_id, config, seed, quiet)
+        run.claim(_source_name(teacher))
+        agent = run.teacher(teacher, vecnormalize, allow_pickle)
+        policy = run.student(agent)
+        results = run.results(
+            policy, agent, _source_name(teacher), command or f"sortrl.robustify(env={env!r}, eps={config.eps})"
+        )
+        report.render(results, Path(out))
+    return policy
+
+
+class Run:
+    """The stages of one run in its directory. Each stage returns what the next one needs, made now or read back."""
+
+    def __init__(self, directory: Path, env_id: str, config: RobustifyConfig, seed: int, quiet: bool = True) -> None:
+        self.directory, self.env_id, self.config, self.seed, self.quiet = directory, env_id, config, seed, quiet
+        self.seconds: dict[str, float] = {}
+
+    def claim(self, source: str) -> None:
+        """Make sure that what lies in the directory belongs to this run."""
+        identity = {"env": self.env_id, "seed": self.seed, "teacher": source, "config": _plain(asdict(self.config))}
+        path = self.directory / "run.json"
+        if path.exists():
+            if read_json(path).get("identity") != identity:
+                raise SortRLError(
+                    f"{self.directory} holds a run with other settings. Choose another --out, or delete it to start over."
+                )
+            self.seconds = read_json(path)["stage_seconds"]
+            return
+        write_json(path, {"identity": identity, "started": _now(), "stage_seconds": {}})
+
+    @contextmanager
+    def _stage(self, name: str, title: str) -> Iterator[Report]:
+        """Show progress, and add the time to the record, also of a stage that is finished in a later attempt."""
+        started = time.monotonic()
+        try:
+            with stage(title, self.quiet) as progress:
+                yield progress
+        finally:
+            self.seconds[name] = round(self.seconds.get(name, 0.0) + time.monotonic() - started, 2)
+            path = self.directory / "run.json"
+            if path.exists():
+                write_json(path, {**read_json(path), "stage_seconds": self.seconds})
+
+    def student(self, teacher: Teacher) -> SortPolicy:
+        """Data and distillation: everything up to the policy."""
+        if (self.directory / "policy.safetensors").exists():
+            return SortPolicy.load(self.directory)
+        data = self.demonstrations(teacher)
+        training, held_out = split(data, VALIDATION_SHARE, self.seed)
+        for index in range(1, self.config.dagger_rounds + 1):
+            training = merge(training, self.dagger(index, training, held_out, teacher))
+        final = self.distilled("student", training, held_out, teacher, self.config.distill)
+        write_json(
+            self.directory / "training.json",
+            {"history": final.history, "data": self._data_facts(data, held_out, final)},
+        )
+        final.policy.save(self.directory)
+        return final.policy
+
+    def teacher(self, source: Any = None, vecnormalize: Any = None, allow_pickle: bool = False) -> Teacher:
+        folder = self.directory / "teacher"
+        if source is None:
+            with self._stage("teacher", "Training the teacher") as progress:
+                return train_teacher(self.env_id, self.config.teacher_config, folder, self.seed, progress)
+        teacher = load_teacher(source, self.env_id, vecnormalize=vecnormalize, allow_pickle=allow_pickle)
+        if teacher.architecture is not None:
+            teacher.save(folder)
+        return teacher
+
+    def demonstrations(self, teacher: Teacher) -> Demonstrations:
+        return self._data(
+            "data",
+            "Collecting states",
+            lambda p: collect(teacher, self.env_id, self.config.collect, self.seed, progress=p),
+        )
+
+    def dagger(
+        self, index: int, training: Demonstrations, held_out: Demonstrations, teacher: Teacher
+    ) -> Demonstrations:
+        """States that a provisional student reaches, labelled by the teacher."""
+        path = self.directory / f"dagger-{index}.safetensors"
+        if path.exists():  # and the provisional student is needed no more
+            return load_demonstrations(path)
+        short = replace(self.config.distill, steps=max(1, self.config.distill.steps // 3))
+        student = self.distilled(f"provisional student {index}", training, held_out, teacher, short).policy
+        config = CollectConfig(states=self.config.dagger_states, eps_unit=self.config.eps)
+        seed = self.seed + 10_000 * index
+        return self._data(
+            path.stem,
+            "Collecting the student's states",
+            lambda p: collect(teacher, self.env_id, config, seed, actor=student, progress=p),
+        )
+
+    def _data(self, name: str, title: str, make: Callable[[Report], Demonstrations]) -> Demonstrations:
+        path = self.directory / f"{name}.safetensors"
+        if not path.exists():
+            with self._stage("collect", title) as progress:
+                save_demonstrations(path, make(progress))
+        return load_demonstrations(path)
+
+    def distilled(
+        self, name: str, training: Demonstrations, held_out: Demonstrations, teacher: Teacher, config: DistillConfig
+    ) -> Distilled:
+        folder = self.directory / name.replace(" ", "-")
+        with self._stage("distill", f"Distilling the {name}") as progress, _tensorboard(folder) as log:
+
+            def both(row: dict[str, Any]) -> None:
+                progress(row)
+                log(row)
+
+            return distill(
+                training,
+                teacher.normalizer,
+                config,
+                held_out=held_out,
+                out_dir=folder,
+                seed=self.seed,
+                progress=both,
+            )
+
+    def _data_facts(self, data: Demonstrations, held_out: Demonstrations, final: Distilled) -> dict[str, Any]:
+        metrics = final.held_out or held_out_metrics(final.policy, held_out, self.config.eps)
+        return {
+            "states": len(data),
+            "distinct": data.n_distinct,
+            "dagger_states": self.config.dagger_rounds * self.config.dagger_states,
+            "held_out_states": len(held_out),
+            "agreement": metrics["agreement"],
+            "certified": metrics["certified"],
+        }
+
+    def evaluation(self, policies: dict[str, Policy]) -> list[dict[str, Any]]:
+        """Returns of each policy at each eps, kept point by point; the clean student also gives the certificate."""
+        path = self.directory / "evaluation.json"
+        rows: list[dict[str, Any]] = read_json(path) if path.exists() else []
+        done = {(row["policy"], row["attack"], row["eps"]) for row in rows}
+        attack = attacks.by_name(self.config.attack)
+        seed = self.seed + TEST_SEED_OFFSET
+        for eps in self.config.eps_grid:
+            for name, policy in policies.items():
+                chosen = attack if eps > 0 else None
+                if chosen is not None and getattr(policy, "algorithm", None) == "callable":
+                    continue  # a black box has no gradient to follow
+                if (name, chosen.name if chosen else "none", eps) in done:
+                    continue
+                with self._stage("evaluate", f"Evaluating the {name} at eps {eps:g}") as progress:
+                    result = evaluate(
+                        policy, self.env_id, chosen, eps, self.config.episodes, seed, name=name, progress=progress
+                    )
+                if result.radii is not None and eps == 0:
+                    write_json(self.directory / "certificate.json", certificate_summary(result, self.config.eps))
+                rows.append(result.to_json())
+                write_json(path, rows)
+        return rows
+
+    def results(self, policy: SortPolicy, teacher: Teacher, source: str, command: str) -> dict[str, Any]:
+        """Evaluate what is not evaluated yet and write results.json, from which alone the report is made."""
+        evaluation = self.evaluation({"teacher": teacher, "student": policy})
+        info, training = describe(self.env_id), read_json(self.directory / "training.json")
+        results = {
+            "schema": 1,
+            "kind": "robustify",
+            "sortrl": provenance.sortrl_version(),
+            "command": command,
+            "seed": self.seed,
+            "started": read_json(self.directory / "run.json")["started"],
+            "stage_seconds": self.seconds,
+            "versions": provenance.versions(),
+            "machine": provenance.machine(),
+            "env": {
+                "id": self.env_id,
+                "obs_names": list(info.obs_names),
+                "unit_to_raw": [float(s) for s in np.ravel(policy.normalizer.scale.numpy())],
+                "n_actions": info.n_actions,
+                "max_steps": info.max_steps,
+            },
+            "teacher": {"name": teacher.name, "algorithm": teacher.algorithm, "source": source},
+            "config": _plain(asdict(self.config)),
+            "data": training["data"],
+            "policy": {
+                "parameters": sum(parameter.numel() for parameter in policy.parameters()),
+                "lipschitz": policy.lipschitz,
+                **_plain(asdict(policy.config)),
+            },
+            "training": training["history"],
+            "evaluation": evaluation,
+            "certificate": read_json(self.directory / "certificate.json"),
+        }
+        write_json(self.directory / "results.json", results)
+        return results
+
+
+@contextmanager
+def _tensorboard(folder: Path) -> Iterator[Report]:
+    """A TensorBoard log of the training measurements."""
+    from torch.utils.tensorboard import SummaryWriter  # slow to import, and only needed while training
+
+    writer = SummaryWriter(str(folder / "tensorboard"))
+
+    def log(row: dict[str, Any]) -> None:
+        for name in ("loss", "cross_entropy", "agreement", "certified", "p", "lambda"):
+            writer.add_scalar(f"distill/{name}", row[name], row["step"])
+
+    try:
+        yield log
+    finally:
+        writer.close()
+
+
+@contextmanager
+def _locked(directory: Path) -> Iterator[None]:
+    """One run per directory at a time; the lock goes with the process, however it ends."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        handle = (directory / ".lock").open("w")
+    except OSError as error:
+        raise SortRLError(f"Cannot write to {directory}: {error.strerror or error}. Choose another --out.") from error
+    with handle:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise SortRLError(
+                f"Another run is writing to {directory}. Wait for it, or choose another --out."
+            ) from error
+        yield
+
+
+def _source_name(teacher: Any) -> str:
+    if teacher is None:
+        return "trained here"
+    return str(teacher) if isinstance(teacher, (str, Path)) else type(teacher).__name__
+
+
+def _plain(value: Any) -> Any:
+    """Tuples as lists, so that a record equals itself after a round trip through JSON."""
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+def _now() -> str:
+    return datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")

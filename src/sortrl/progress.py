@@ -1,0 +1,77 @@
+"""Progress of long work: one bar on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+Report = Callable[[dict[str, Any]], None]
+SECONDS_BETWEEN_LINES = 10.0
+_COUNTERS = ("step", "episodes", "states")
+
+
+def describe_row(row: dict[str, Any]) -> str:
+    """The measurements of a progress report, without the counter.
+
+    >>> describe_row({"step": 3, "total": 9, "loss": 0.51234, "p": 1e9})
+    'loss 0.512  p inf'
+    """
+    hidden = {*_COUNTERS, "total", "seconds_left", "cross_entropy"}
+    shown = {
+        k: ("inf" if k == "p" and v >= 1e9 else f"{v:.3g}")
+        for k, v in row.items()
+        if k not in hidden and isinstance(v, (int, float))
+    }
+    return "  ".join(f"{name} {value}" for name, value in shown.items())
+
+
+@contextmanager
+def stage(title: str, quiet: bool = False) -> Iterator[Report]:
+    """Report one stage of work. The body receives a callable that takes rows with a counter and ``total``."""
+    if quiet:
+        yield lambda row: None
+        return
+    if sys.stderr.isatty():
+        with _bar() as progress:
+            task = progress.add_task(title, total=None, detail="")
+
+            def on_terminal(row: dict[str, Any]) -> None:
+                progress.update(task, completed=_counter(row), total=row.get("total"), detail=describe_row(row))
+
+            yield on_terminal
+        return
+    started = last = time.monotonic()
+    print(f"{title} ...", file=sys.stderr, flush=True)
+
+    def in_lines(row: dict[str, Any]) -> None:
+        nonlocal last
+        now = time.monotonic()
+        if now - last >= SECONDS_BETWEEN_LINES:
+            last = now
+            print(f"  {_counter(row)}/{row.get('total', '?')}  {describe_row(row)}", file=sys.stderr, flush=True)
+
+    yield in_lines
+    print(f"{title}: done in {time.monotonic() - started:.1f} s", file=sys.stderr, flush=True)
+
+
+def _counter(row: dict[str, Any]) -> int:
+    return next((int(row[name]) for name in _COUNTERS if name in row), 0)
+
+
+def _bar() -> Progress:
+    from rich.console import Console
+
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=24),
+        TextColumn("{task.completed}/{task.total}"),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[detail]}"),
+        console=Console(stderr=True),
+    )

@@ -1,0 +1,23 @@
+"""Teachers: the trained agents to be made robust; load one or train one."""
+
+from __future__ import annotations
+
+from sortrl.teachers.architecture import Architecture
+from sortrl.teachers.config import DQN_TEACHERS, TEACHERS, TeacherConfig, teacher_preset
+from sortrl.teachers.load import load_teacher
+from sortrl.teachers.normalization import load_normalizer, save_normalizer
+from sortrl.teachers.teacher import Teacher
+from sortrl.teachers.train import train_teacher
+
+__all__ = [
+    "DQN_TEACHERS",
+    "TEACHERS",
+    "Architecture",
+    "Teacher",
+    "TeacherConfig",
+    "load_normalizer",
+    "load_teacher",
+    "save_normalizer",
+    "teacher_preset",
+    "train_teacher",
+]

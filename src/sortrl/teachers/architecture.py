@@ -1,0 +1,110 @@
+"""Which network a teacher is: a small description that can be written as JSON and built again without a pickle."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from torch import Tensor, nn
+
+from sortrl.errors import SortRLError
+
+ACTIVATIONS: dict[str, type[nn.Module]] = {
+    "Tanh": nn.Tanh,
+    "ReLU": nn.ReLU,
+    "LeakyReLU": nn.LeakyReLU,
+    "ELU": nn.ELU,
+    "GELU": nn.GELU,
+    "SiLU": nn.SiLU,
+    "Mish": nn.Mish,
+    "Sigmoid": nn.Sigmoid,
+    "Softplus": nn.Softplus,
+}
+
+
+class MeanQuantiles(nn.Module):
+    """QR-DQN's outputs (batch, n_quantiles * n_actions) -> their means (batch, n_actions), the action values."""
+
+    def __init__(self, n_quantiles: int, n_actions: int) -> None:
+        super().__init__()
+        self.n_quantiles, self.n_actions = n_quantiles, n_actions
+
+    def forward(self, quantiles: Tensor) -> Tensor:
+        return quantiles.view(-1, self.n_quantiles, self.n_actions).mean(dim=1)
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """An MLP over flat observations, or over the features of a NatureCNN (Mnih et al., 2015) for images.
+
+    ``hidden`` are the widths between the input (or the CNN's features) and the last layer. ``n_quantiles`` is 0
+    unless the last layer predicts that many quantiles of each action value.
+
+    >>> Architecture(obs_shape=(4,), n_actions=2, hidden=(8,), activation="Tanh").build()
+    Sequential(
+      (0): Flatten(start_dim=1, end_dim=-1)
+      (1): Linear(in_features=4, out_features=8, bias=True)
+      (2): Tanh()
+      (3): Linear(in_features=8, out_features=2, bias=True)
+    )
+    """
+
+    obs_shape: tuple[int, ...]
+    n_actions: int
+    hidden: tuple[int, ...]
+    activation: str
+    trunk: Literal["mlp", "nature_cnn"] = "mlp"
+    cnn_features: int = 512
+    n_quantiles: int = 0
+
+    def __post_init__(self) -> None:
+        if self.activation not in ACTIVATIONS:
+            raise SortRLError(f"Activation {self.activation!r} is not known; expected one of {', '.join(ACTIVATIONS)}.")
+        if self.trunk not in ("mlp", "nature_cnn"):
+            raise SortRLError(f"Trunk {self.trunk!r} is not known; expected 'mlp' or 'nature_cnn'.")
+        sizes = (*self.obs_shape, self.n_actions, *self.hidden, self.cnn_features)
+        if not self.obs_shape or any(not isinstance(size, int) or size < 1 for size in sizes) or self.n_quantiles < 0:
+            raise SortRLError(f"Architecture: every size must be a positive integer, got {self}.")
+        if self.trunk == "nature_cnn" and len(self.obs_shape) != 3:
+            raise SortRLError(f"A NatureCNN sees images (channels, height, width), but obs_shape is {self.obs_shape}.")
+
+    def build(self) -> nn.Sequential:
+        """The network with fresh parameters, in the order in which Stable-Baselines3 stores them."""
+        layers, width = self._cnn() if self.trunk == "nature_cnn" else self._flat()
+        for size in self.hidden:
+            layers += [nn.Linear(width, size), ACTIVATIONS[self.activation]()]
+            width = size
+        layers.append(nn.Linear(width, self.n_actions * max(1, self.n_quantiles)))
+        if self.n_quantiles:
+            layers.append(MeanQuantiles(self.n_quantiles, self.n_actions))
+        return nn.Sequential(*layers)
+
+    def _flat(self) -> tuple[list[nn.Module], int]:
+        return [nn.Flatten()], math.prod(self.obs_shape)
+
+    def _cnn(self) -> tuple[list[nn.Module], int]:
+        channels, height, width = self.obs_shape
+        layers: list[nn.Module] = []
+        for out, kernel, stride in ((32, 8, 4), (64, 4, 2), (64, 3, 1)):
+            layers += [nn.Conv2d(channels, out, kernel, stride), nn.ReLU()]
+            channels, height, width = out, (height - kernel) // stride + 1, (width - kernel) // stride + 1
+        if height < 1 or width < 1:
+            raise SortRLError(f"Images of shape {self.obs_shape} are too small for a NatureCNN (36 x 36 at least).")
+        return [
+            *layers,
+            nn.Flatten(),
+            nn.Linear(channels * height * width, self.cnn_features),
+            nn.ReLU(),
+        ], self.cnn_features
+
+    def to_json(self) -> dict[str, Any]:
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}
+
+    @classmethod
+    def from_json(cls, fields: Any) -> Architecture:
+        try:
+            known: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in fields.items()}
+            return cls(**known)
+        except (TypeError, AttributeError) as error:
+            raise SortRLError(f"Not the description of a teacher's network: {fields!r} ({error}).") from error

@@ -1,0 +1,162 @@
+"""How to train a teacher: one configuration, and presets that solve the classic tasks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from sortrl.errors import SortRLError
+
+
+@dataclass(frozen=True)
+class TeacherConfig:
+    """Hyper-parameters of a teacher's training. Fields marked PPO or DQN matter for that algorithm alone."""
+
+    algorithm: Literal["ppo", "dqn"] = "ppo"
+    """PPO learns a policy; DQN learns action values."""
+    total_steps: int = 500_000
+    """Environment steps at most."""
+    target_return: float | None = None
+    """Stop once the greedy agent reaches this mean return, confirmed on fresh episodes. None: use all the steps."""
+    eval_every: int = 25_000
+    """Steps between greedy evaluations, which also are the points a killed training resumes from."""
+    eval_episodes: int = 20
+    """Episodes of each evaluation."""
+    confirm_episodes: int = 100
+    """Fresh episodes on which a promising agent must hold its return before the training stops."""
+    n_envs: int = 8
+    """Environments played side by side."""
+    hidden: tuple[int, ...] = (64, 64)
+    """Widths of the hidden layers."""
+    normalize_obs: bool = True
+    """Standardise observations by their running mean and variance; eps is then in units of a standard deviation."""
+    normalize_reward: bool = False
+    """Scale rewards by the running deviation of the return (training only)."""
+    learning_rate: float = 3e-4
+    """Step size of Adam."""
+    linear_decay: bool = False
+    """Let the step size (and PPO's clip range) fall linearly to zero over `total_steps`."""
+    gamma: float = 0.99
+    """Discount factor."""
+    batch_size: int = 64
+    """Samples per gradient step."""
+    n_steps: int = 256
+    """PPO: steps of each environment between updates."""
+    n_epochs: int = 4
+    """PPO: passes over the data of each update."""
+    gae_lambda: float = 0.95
+    """PPO: trade-off of bias and variance in the advantage estimate."""
+    ent_coef: float = 0.0
+    """PPO: weight of the entropy bonus."""
+    clip_range: float = 0.2
+    """PPO: how far the new policy may move from the old one."""
+    buffer_size: int = 50_000
+    """DQN: transitions kept for replay."""
+    learning_starts: int = 1_000
+    """DQN: steps before the first update."""
+    train_freq: int = 16
+    """DQN: steps of each environment between updates."""
+    gradient_steps: int = 8
+    """DQN: gradient steps per update."""
+    target_update_interval: int = 600
+    """DQN: environment steps between copies to the target network."""
+    exploration_fraction: float = 0.2
+    """DQN: part of the training over which random actions become rarer."""
+    exploration_final_eps: float = 0.05
+    """DQN: share of random actions after that."""
+
+    def __post_init__(self) -> None:
+        if self.algorithm not in ("ppo", "dqn"):
+            raise SortRLError(f"TeacherConfig: algorithm is {self.algorithm!r}, expected 'ppo' or 'dqn'.")
+        run = ("total_steps", "eval_every", "eval_episodes", "confirm_episodes", "n_envs", "batch_size", "n_steps")
+        updates = ("n_epochs", "buffer_size", "train_freq", "gradient_steps", "target_update_interval")
+        for name in (*run, *updates):
+            if getattr(self, name) < 1:
+                raise SortRLError(f"TeacherConfig: {name} is {getattr(self, name)}, expected at least 1.")
+        if not self.learning_rate > 0 or not self.clip_range > 0:
+            raise SortRLError("TeacherConfig: learning_rate and clip_range must be positive.")
+        for name in ("gamma", "gae_lambda", "exploration_fraction", "exploration_final_eps"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise SortRLError(f"TeacherConfig: {name} is {getattr(self, name)}, expected between 0 and 1.")
+        if self.algorithm == "ppo" and self.n_envs * self.n_steps < 2:
+            raise SortRLError("TeacherConfig: PPO needs at least two samples per update; raise n_steps or n_envs.")
+
+
+# Started from the RL Baselines3 Zoo; targets lie above what the tests demand of 100 fresh episodes.
+TEACHERS: dict[str, TeacherConfig] = {
+    "CartPole-v1": TeacherConfig(
+        total_steps=200_000,
+        target_return=498.0,
+        eval_every=10_240,
+        n_steps=32,
+        batch_size=256,
+        n_epochs=20,
+        gae_lambda=0.8,
+        gamma=0.98,
+        learning_rate=1e-3,
+        linear_decay=True,
+    ),
+    "Acrobot-v1": TeacherConfig(
+        total_steps=409_600,
+        target_return=-77.0,
+        eval_every=40_960,
+        n_envs=16,
+        n_steps=128,
+        n_epochs=10,
+        batch_size=256,
+        gae_lambda=0.98,
+        gamma=0.995,
+        learning_rate=1e-3,
+        linear_decay=True,
+        normalize_reward=True,
+    ),
+    "MountainCar-v0": TeacherConfig(
+        total_steps=1_500_000,
+        target_return=-113.0,
+        eval_every=51_200,
+        n_envs=16,
+        n_steps=16,
+        gae_lambda=0.98,
+        normalize_reward=True,
+    ),
+    "LunarLander-v3": TeacherConfig(
+        total_steps=3_000_000,
+        target_return=255.0,
+        eval_every=98_304,
+        n_envs=16,
+        n_steps=1024,
+        gae_lambda=0.98,
+        gamma=0.999,
+        ent_coef=0.01,
+    ),
+}
+
+DQN_TEACHERS: dict[str, TeacherConfig] = {
+    "CartPole-v1": TeacherConfig(
+        algorithm="dqn",
+        total_steps=102_400,
+        target_return=495.0,
+        eval_every=5_120,
+        n_envs=1,
+        buffer_size=100_000,
+        learning_rate=2.3e-3,
+        learning_starts=1_000,
+        train_freq=256,
+        gradient_steps=128,
+        target_update_interval=10,
+        exploration_fraction=0.08,
+        exploration_final_eps=0.04,
+        hidden=(256, 256),
+    ),
+}
+
+
+def teacher_preset(env_id: str, algorithm: Literal["ppo", "dqn"] = "ppo") -> TeacherConfig:
+    """The preset of a task, or general settings where there is none.
+
+    >>> teacher_preset("CartPole-v1").target_return
+    498.0
+    """
+    table = DQN_TEACHERS if algorithm == "dqn" else TEACHERS
+    general = TeacherConfig(algorithm="dqn", n_envs=1) if algorithm == "dqn" else TeacherConfig()
+    return table.get(env_id, general)

@@ -1,0 +1,258 @@
+"""Train a teacher with Stable-Baselines3, resumably.
+
+Training runs in segments. Each starts from saved state (weights, optimiser, statistics, replay) with freshly seeded
+generators and environments, so a training that is killed and started again continues to exactly the same result.
+"""
+
+from __future__ import annotations
+
+import random
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from sortrl.envs import describe, greedy_returns
+from sortrl.envs.info import make_env
+from sortrl.errors import SortRLError
+from sortrl.files import atomic_path, write_json
+from sortrl.teachers.config import TeacherConfig, teacher_preset
+from sortrl.teachers.load import load_teacher
+from sortrl.teachers.teacher import Teacher
+
+STATE_FILE = "training.pt"
+LOG_FILE = "training.json"
+_REPLAY = ("observations", "next_observations", "actions", "rewards", "dones", "timeouts")
+
+Progress = Callable[[dict[str, Any]], None]
+
+
+def train_teacher(
+    env_id: str,
+    config: TeacherConfig | None = None,
+    out_dir: str | Path | None = None,
+    seed: int = 0,
+    progress: Progress | None = None,
+) -> Teacher:
+    """Train until the target return is reached and confirmed, or the steps are used up; return the best agent seen.
+
+    With ``out_dir`` the best teacher so far and the state of the training are kept there, and the same call continues
+    from them (a finished training is just loaded). The result depends on the configuration and the seed alone.
+    ``progress`` is called after each evaluation with ``step``, ``total`` and ``return`` (greedy, mean).
+    """
+    info = describe(env_id)
+    config = config or teacher_preset(info.env_id)
+    identity = {"env_id": info.env_id, "seed": int(seed), "config": asdict(config)}
+    record: dict[str, Any] = {"identity": identity, "segment": 0, "history": [], "best": None, "done": False}
+    out = Path(out_dir) if out_dir is not None else None
+    resumed = _read_state(out / STATE_FILE, identity) if out is not None and (out / STATE_FILE).exists() else None
+    if resumed is not None:
+        record = resumed.pop("record")
+        if record["done"]:
+            return Teacher.load(out or "")
+    best = Teacher.load(out) if out is not None and record["best"] is not None else None
+    with _one_thread(), _generators_restored():
+        set_seed(_mixed(seed, 0))
+        model = make_model(info.env_id, config)
+        try:
+            if resumed is not None:
+                restore(model, resumed)
+            while not record["done"]:
+                _run_segment(model, config, seed, record["segment"])
+                record["segment"] += 1
+                teacher = load_teacher(model, info.env_id)
+                teacher.name = f"{config.algorithm}-{info.env_id}"
+                score, confirmed = _evaluate(teacher, info.env_id, config, seed, record["segment"])
+                record["history"].append({"step": model.num_timesteps, "return": score})
+                record["done"] = confirmed or model.num_timesteps >= config.total_steps
+                # A confirmed agent wins over a lucky one: its return was measured on more episodes.
+                if confirmed or record["best"] is None or score > record["best"]:
+                    record["best"], best = score, teacher
+                    if out is not None:
+                        teacher.save(out)
+                if out is not None:
+                    _write_state(out, record, capture(model))
+                if progress is not None:
+                    progress({"step": model.num_timesteps, "total": config.total_steps, "return": score})
+        finally:
+            model.env.close()
+    if best is None:
+        raise SortRLError(f"Training {info.env_id} ended without an evaluation. Raise total_steps.")
+    return best
+
+
+def _run_segment(model: Any, config: TeacherConfig, seed: int, segment: int) -> None:
+    """Learn for ``eval_every`` steps from fresh episodes and generators that depend on the segment's number alone."""
+    mixed = _mixed(seed, 1 + segment)
+    set_seed(mixed)
+    model.action_space.seed(mixed)
+    model.env.seed(mixed)
+    model._last_obs = None  # makes learn() reset the environments, with the seeds just given
+    steps = min(config.eval_every, config.total_steps - model.num_timesteps)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # remarks on batch sizes and devices that presets answer for
+        model.learn(steps, reset_num_timesteps=False, log_interval=None if config.algorithm == "ppo" else 10**9)
+
+
+def _evaluate(teacher: Teacher, env_id: str, config: TeacherConfig, seed: int, segment: int) -> tuple[float, bool]:
+    """Mean greedy return, and whether it reached the target on ``confirm_episodes`` fresh episodes too."""
+    seeds = (
+        np.random.SeedSequence([seed, 3, segment]).generate_state(config.eval_episodes + config.confirm_episodes) >> 1
+    )
+    first, fresh = np.split(seeds, [config.eval_episodes])
+    score = float(greedy_returns(teacher, env_id, first.tolist()).mean())
+    if config.target_return is None or score < config.target_return:
+        return score, False
+    confirmation = float(greedy_returns(teacher, env_id, fresh.tolist()).mean())
+    return confirmation, confirmation >= config.target_return
+
+
+def make_model(env_id: str, config: TeacherConfig) -> Any:
+    """A Stable-Baselines3 model with its normalised environments, untrained."""
+    from stable_baselines3 import DQN, PPO
+    from stable_baselines3.common.vec_env import DummyVecEnv, VecNormalize
+
+    plain = DummyVecEnv([lambda: make_env(env_id)] * config.n_envs)
+    env = VecNormalize(plain, norm_obs=config.normalize_obs, norm_reward=config.normalize_reward, gamma=config.gamma)
+    progressed: list[Any] = []  # filled below: schedules must see the whole training, not the segment under way
+
+    def remaining() -> float:
+        return 1.0 - min(1.0, progressed[0].num_timesteps / config.total_steps) if progressed else 1.0
+
+    def scheduled(value: float) -> Callable[[float], float]:
+        return lambda _: value * (max(remaining(), 1e-3) if config.linear_decay else 1.0)
+
+    common: dict[str, Any] = {
+        "learning_rate": scheduled(config.learning_rate),
+        "gamma": config.gamma,
+        "batch_size": config.batch_size,
+        "policy_kwargs": {"net_arch": list(config.hidden)},
+        "device": "cpu",
+    }
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        if config.algorithm == "ppo":
+            model: Any = PPO(
+                "MlpPolicy",
+                env,
+                n_steps=config.n_steps,
+                n_epochs=config.n_epochs,
+                gae_lambda=config.gae_lambda,
+                ent_coef=config.ent_coef,
+                clip_range=scheduled(config.clip_range),
+                **common,
+            )
+        else:
+            model = DQN(
+                "MlpPolicy",
+                env,
+                buffer_size=config.buffer_size,
+                learning_starts=config.learning_starts,
+                train_freq=config.train_freq,
+                gradient_steps=config.gradient_steps,
+                target_update_interval=config.target_update_interval,
+                **common,
+            )
+            fraction, final = max(config.exploration_fraction, 1e-9), config.exploration_final_eps
+            model.exploration_schedule = lambda _: max(final, 1.0 + (final - 1.0) * (1.0 - remaining()) / fraction)
+    progressed.append(model)
+    return model
+
+
+def capture(model: Any) -> dict[str, Any]:
+    """Everything a segment starts from, as tensors and numbers."""
+    state: dict[str, Any] = {
+        "policy": model.policy.state_dict(),
+        "optimizer": model.policy.optimizer.state_dict(),
+        "counts": {name: int(getattr(model, name, 0)) for name in ("num_timesteps", "_n_updates", "_n_calls")},
+    }
+    for name in _statistics(model):
+        rms = getattr(model.env, name)
+        state[name] = {"mean": torch.as_tensor(rms.mean), "var": torch.as_tensor(rms.var), "count": float(rms.count)}
+    replay = getattr(model, "replay_buffer", None)
+    if replay is not None:
+        state["replay"] = {name: torch.from_numpy(getattr(replay, name)) for name in _REPLAY}
+        state["replay"] |= {"pos": int(replay.pos), "full": bool(replay.full)}
+    return state
+
+
+def restore(model: Any, state: dict[str, Any]) -> None:
+    """The inverse of :func:`capture`."""
+    model.policy.load_state_dict(state["policy"])
+    model.policy.optimizer.load_state_dict(state["optimizer"])
+    for name, value in state["counts"].items():
+        if hasattr(model, name):
+            setattr(model, name, value)
+    for name in _statistics(model):
+        rms = getattr(model.env, name)
+        rms.mean, rms.var = state[name]["mean"].numpy(), state[name]["var"].numpy()
+        rms.count = state[name]["count"]
+    if "replay" in state:
+        for name in _REPLAY:
+            getattr(model.replay_buffer, name)[:] = state["replay"][name].numpy()
+        model.replay_buffer.pos, model.replay_buffer.full = state["replay"]["pos"], state["replay"]["full"]
+
+
+def _statistics(model: Any) -> list[str]:
+    return ["ret_rms", *(["obs_rms"] if model.env.norm_obs else [])]
+
+
+def _write_state(out: Path, record: dict[str, Any], state: dict[str, Any]) -> None:
+    # A finished training needs its record only.
+    with atomic_path(out / STATE_FILE) as temporary:
+        torch.save({"record": record} if record["done"] else {"record": record, **state}, temporary)
+    write_json(out / LOG_FILE, record)
+
+
+def _read_state(path: Path, identity: dict[str, Any]) -> dict[str, Any]:
+    try:
+        state: dict[str, Any] = torch.load(path, weights_only=True)
+        found = state["record"]["identity"]
+    # Whatever torch raises on a damaged file, the remedy is the same.
+    except Exception as error:
+        raise SortRLError(f"{path} cannot be read ({error}). Delete it to train from the start.") from error
+    if found != identity:
+        raise SortRLError(
+            f"{path.parent} holds the training of {found['env_id']} with seed {found['seed']} and other settings than "
+            f"asked for now ({identity['env_id']}, seed {identity['seed']}). Choose another directory, or delete it."
+        )
+    return state
+
+
+def _mixed(seed: int, part: int) -> int:
+    return int(np.random.SeedSequence([seed, 4, part]).generate_state(1)[0] >> 2)
+
+
+def set_seed(seed: int) -> None:
+    """Seed the global generators that Stable-Baselines3 draws from."""
+    random.seed(seed)
+    np.random.seed(seed)  # noqa: NPY002 (Stable-Baselines3 draws from the global generator)
+    torch.manual_seed(seed)
+
+
+@contextmanager
+def _generators_restored() -> Iterator[None]:
+    """Leave the caller's global generators as they were."""
+    python, numpy, torch_state = random.getstate(), np.random.get_state(), torch.get_rng_state()  # noqa: NPY002
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)  # noqa: NPY002
+        torch.set_rng_state(torch_state)
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Networks this small train fastest on one thread, and then the result does not depend on the number of cores."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)

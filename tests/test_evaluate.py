@@ -1,0 +1,137 @@
+"""Attacks stay in their budget, certified actions never change, and returns are those of a fixed list of episodes."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from helpers import balancer
+from sortrl import attacks
+from sortrl.certify import certificate_summary, certified_shares, fully_certified_episodes
+from sortrl.collect import CollectConfig, collect
+from sortrl.distill import DistillConfig, distill
+from sortrl.envs import describe
+from sortrl.errors import SortRLError
+from sortrl.evaluate import episode_seeds, evaluate, valid_range
+from sortrl.teachers import load_teacher
+
+ENV = "CartPole-v1"
+
+
+@pytest.fixture(scope="module")
+def student():
+    data = collect(balancer(), ENV, CollectConfig(states=4000), seed=0)
+    config = DistillConfig(eps=0.05, steps=300, batch=256, width=48, depth=3, lambda_end=0.1)
+    return distill(data, balancer().normalizer, config).policy
+
+
+@pytest.fixture(scope="module")
+def states(student):
+    return student.normalize(collect(balancer(), ENV, CollectConfig(states=1500), seed=9).obs)
+
+
+@pytest.mark.parametrize("attack", [attacks.PGD(10), attacks.FGSM(), attacks.UniformNoise()], ids=lambda a: a.name)
+@pytest.mark.parametrize("eps", [0.0, 0.05, 0.5])
+def test_attacks_stay_in_their_budget_and_judge_after_projection(student, states, attack, eps):
+    low, high = valid_range(student, describe(ENV))
+    result = attack(student, states, eps, low, high)
+    assert float((result.perturbed.double() - states.double()).abs().max()) <= eps
+    assert (result.perturbed <= torch.maximum(high, states)).all()
+    assert (result.perturbed >= torch.minimum(low, states)).all()
+    assert (student.scores(result.perturbed).argmax(1).numpy() == result.action).all()
+    assert (result.changed == (result.clean_action != result.action)).all()
+
+
+def test_pgd_beats_noise_and_grows_with_eps(student, states):
+    def changed(attack, eps):
+        return attack(student, states, eps).changed.mean()
+
+    shares = [changed(attacks.PGD(10), eps) for eps in (0.02, 0.1, 0.5)]
+    assert shares == sorted(shares)
+    assert shares[-1] > 0.1
+    assert changed(attacks.PGD(10), 0.1) > changed(attacks.UniformNoise(), 0.1)
+
+
+def test_no_attack_changes_a_certified_action(student, states):
+    cert = student.certify_unit(states)
+    checked = 0
+    for eps in (0.02, 0.05, 0.1, 0.2):
+        inside = torch.from_numpy(cert.certified_at(eps))
+        checked += int(inside.sum())
+        for attack in (attacks.PGD(10), attacks.PGD(30), attacks.FGSM(), attacks.UniformNoise()):
+            assert not attack(student, states[inside], eps).changed.any()
+    assert checked > 1000
+
+
+def test_a_planted_unsound_certificate_is_caught(student, states):
+    radius = torch.from_numpy(student.certify_unit(states).radius)
+    claimed = 0.3
+    lying = radius < claimed  # states whose true radius is smaller than what is claimed here
+    assert attacks.PGD(10)(student, states[lying], claimed).changed.any()
+
+
+def test_skipping_certified_states_changes_nothing_but_time(student):
+    fast, slow = (
+        evaluate(student, ENV, attacks.PGD(10), 0.1, episodes=4, seed=1, skip_certified=skip) for skip in (True, False)
+    )
+    assert (fast.returns == slow.returns).all()
+    assert fast.changed_share == slow.changed_share
+    assert fast.queries < slow.queries
+
+
+def test_an_episode_certified_at_every_step_has_the_same_return_under_any_attack(student):
+    clean = evaluate(student, ENV, episodes=12, seed=2)
+    parts = np.split(clean.radii, np.cumsum(clean.lengths)[:-1])
+    eps = 0.9 * float(np.median([part.min() for part in parts]))
+    certified = np.array([bool((part > eps).all()) for part in parts])
+    assert certified.sum() >= 3, "the test needs some fully certified episodes"
+    assert fully_certified_episodes(clean, eps) == certified.mean()
+    for attack in (attacks.PGD(10), attacks.UniformNoise()):
+        attacked = evaluate(student, ENV, attack, eps, episodes=12, seed=2, skip_certified=False)
+        assert (attacked.returns[certified] == clean.returns[certified]).all()
+        assert (attacked.lengths[certified] == clean.lengths[certified]).all()
+
+
+def test_episodes_are_fixed_paired_and_complete(student):
+    few, many = (evaluate(student, ENV, episodes=6, seed=3, slots=slots) for slots in (2, 6))
+    assert (few.returns == many.returns).all(), "the number of slots must not matter"
+    assert few.seeds == episode_seeds(3, 6) == evaluate(balancer(), ENV, episodes=6, seed=3).seeds
+    assert set(episode_seeds(3, 50)).isdisjoint(episode_seeds(4, 50))
+    row = few.to_json()
+    assert row["episodes"] == 6
+    assert row["mean"] == pytest.approx(np.mean(few.returns))
+    assert few.sem == pytest.approx(few.std / np.sqrt(6))
+
+
+def test_certificate_summary(student):
+    clean = evaluate(student, ENV, episodes=4, seed=0)
+    summary = certificate_summary(clean, 0.05)
+    assert summary["share"] == sorted(summary["share"], reverse=True)
+    assert summary["share"][0] == certified_shares(clean, [0.0])[0]
+    assert len(summary["episode"]["radii"]) == clean.lengths[0]
+    with pytest.raises(SortRLError, match="no certificates"):
+        certified_shares(evaluate(balancer(), ENV, episodes=1), [0.1])
+    with pytest.raises(SortRLError, match="clean episodes"):
+        certified_shares(evaluate(student, ENV, attacks.FGSM(), 0.1, episodes=1), [0.1])
+
+
+BAD_INPUT = {
+    "negative eps": (lambda s: evaluate(s, ENV, attacks.FGSM(), -1.0), r"eps is -1\.0"),
+    "no episodes": (lambda s: evaluate(s, ENV, episodes=0), "episodes 0"),
+    "attack eps": (lambda s: attacks.FGSM()(s, torch.zeros(1, 4), float("nan")), "eps is nan"),
+    "attack shape": (lambda s: attacks.FGSM()(s, torch.zeros(1, 5), 0.1), r"expected \(batch, 4\)"),
+    "unknown attack": (lambda s: attacks.by_name("pdg-10"), "Unknown attack 'pdg-10'"),
+    "no steps": (lambda s: attacks.PGD(0), "steps=0"),
+    "black box": (
+        lambda s: attacks.FGSM()(load_teacher(lambda obs: np.zeros(len(obs), int), env_id=ENV), torch.zeros(1, 4), 0.1),
+        "no gradient",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD_INPUT)
+def test_bad_input_is_named(case, student):
+    call, message = BAD_INPUT[case]
+    with pytest.raises(SortRLError, match=message):
+        call(student)
