@@ -31,13 +31,13 @@ test-slow: setup  ## the tests that take longer
 	$(BIN)/python -m pytest -m slow
 
 check: setup  ## format, lint and types
-	$(BIN)/ruff format --check src tests bench examples
-	$(BIN)/ruff check src tests bench examples
+	$(BIN)/ruff format --check src tests bench examples docs
+	$(BIN)/ruff check src tests bench examples docs
 	$(BIN)/mypy
 
 format: setup  ## rewrite the sources in the common format
-	$(BIN)/ruff format src tests bench examples
-	$(BIN)/ruff check --fix src tests bench examples
+	$(BIN)/ruff format src tests bench examples docs
+	$(BIN)/ruff check --fix src tests bench examples docs
 
 bench: setup  ## kernels against torch and against the machine's limit
 	$(BIN)/sortrl bench --json results/bench.json

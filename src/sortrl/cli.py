@@ -229,6 +229,39 @@ def teach(
         write_json(json, result.to_json())
 
 
+def reproduce(
+    what: Annotated[Literal["fig1"], tyro.conf.Positional],
+    task: str | None = None,
+    scale: Literal["smoke", "cpu", "paper"] = "cpu",
+    out: Path = Path("results"),
+    work: Path = Path("runs/fig1"),
+    teachers: Path | None = None,
+    jobs: int | None = None,
+) -> None:
+    """Make the paper's figures again; continues where it was stopped.
+
+    Args:
+        what: fig1: return against eps under PGD-10 on the four classic tasks, in two protocols.
+        task: Only this task.
+        scale: smoke (seconds, to see that it works), cpu (an hour or two), paper (the printed recipe at full length too).
+        out: Where fig1.json and fig1.png go.
+        work: Where finished parts are kept.
+        teachers: Folder of the published RL Baselines3 Zoo agents [$SORTRL_TEACHERS]; without it experts are trained.
+        jobs: Processes side by side [one per core].
+    """
+    from sortrl import reproduce as module
+
+    results = module.fig1(
+        scale, task, out, work, teachers, jobs, progress=lambda line: print(line, file=sys.stderr, flush=True)
+    )
+    for protocol, by_task in results["curves"].items():
+        for name, agents in by_task.items():
+            for agent, curve in agents.items():
+                points = "  ".join(f"{point['eps']:g}: {point['mean']:.0f}" for point in curve["curve"])
+                print(f"{protocol:<11}{name:<16}{agent:<8}{points}")
+    print(f"figure: {out / 'fig1.png'}")
+
+
 def tasks() -> None:
     """List the tasks with settings of their own. Any other Gymnasium id with discrete actions works too."""
     from sortrl.config import TASKS
@@ -289,7 +322,7 @@ def info(json: Path | None = None) -> None:
         write_json(json, facts)
 
 
-COMMANDS = {f.__name__: f for f in (robustify, evaluate, certify, report, teach, tasks, bench, info)}
+COMMANDS = {f.__name__: f for f in (robustify, evaluate, certify, report, reproduce, teach, tasks, bench, info)}
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -52,6 +52,9 @@ class RobustifyConfig:
     """Provisional students, each trained for a third of the steps, whose states the teacher labels for the next."""
     dagger_states: int
     """States per round."""
+    noise: float
+    """Students and teacher act on observations with uniform noise of up to this size while states are collected, so
+    that the data hold what a disturbed agent meets."""
     episodes: int
     """Test episodes per point."""
     eps_grid: tuple[float, ...]
@@ -81,12 +84,14 @@ def robustify_config(
                 **task.fast,
             }
         )
-        collect, rounds = CollectConfig(states=50_000, eps_unit=eps), task.dagger_rounds
+        collect, rounds = CollectConfig(states=50_000), task.dagger_rounds
     elif preset == "paper":  # as printed: the teacher's own states, the lambda of the published recipe, no DAgger
         distill = DistillConfig(eps=eps, width=640, steps=2000, lambda_end=0.01, mu_start=1.0)
         collect, rounds = CollectConfig(states=50_000, exploration=0.0), 0
     else:
         raise SortRLError(f"Unknown preset {preset!r}; choose fast or paper.")
+    noise = changes.pop("noise", None)
+    noise = (eps if preset == "fast" else 0.0) if noise is None else noise
     config = RobustifyConfig(
         eps=eps,
         preset=preset,
@@ -95,6 +100,7 @@ def robustify_config(
         distill=distill,
         dagger_rounds=rounds,
         dagger_states=20_000,
+        noise=noise,
         episodes=30,
         eps_grid=tuple(round(share * eps, 6) for share in (0.0, 0.5, 1.0, 1.5, 2.0)),
     )

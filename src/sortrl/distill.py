@@ -57,10 +57,10 @@ class DistillConfig:
     exact_share: float = 0.0
     """Share of the steps, the last of those at p = infinity, on the exact sort layers instead of sampled masks."""
     mu_start: float | None = None
-    """First value of mu, which multiplies the scores in the cross-entropy. None: 0.5 / eps, so that margins of the size
+    """First value of mu, which multiplies the scores in the cross-entropy. None: 0.5 / (eps * scale), so that margins of the size
     that is asked for matter from the first step on. (The paper starts at 1.)"""
     theta_factor: float = 2.0
-    """The hinge ends at theta = theta_factor * eps."""
+    """The hinge ends at theta = theta_factor * eps * scale."""
     soft_targets: float = 0.0
     """Share of the cross-entropy that is taken against the teacher's softmax instead of its action."""
     mask_chunk: int = 128
@@ -96,8 +96,8 @@ class DistillConfig:
 
     @property
     def theta(self) -> float:
-        """Margins beyond this are wide enough."""
-        return self.theta_factor * self.eps
+        """Margins beyond this are wide enough; scaled inputs need wider ones for the same radius."""
+        return self.theta_factor * self.eps * self.scale
 
     def rise(self, step: int) -> float:
         """How far p has risen at a step: 0 in the warm part, 1 at the end of the rise."""
@@ -250,7 +250,7 @@ def _initial_policy(
     with torch.no_grad():
         for layer in policy.layers:
             layer.weight.normal_(generator=generator)
-        policy.mu.fill_(config.mu_start or 0.5 / max(config.eps, 0.005))
+        policy.mu.fill_(config.mu_start or 0.5 / (max(config.eps, 0.005) * config.scale))
     return policy
 
 

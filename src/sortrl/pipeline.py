@@ -145,10 +145,11 @@ class Run:
         return teacher
 
     def demonstrations(self, teacher: Teacher) -> Demonstrations:
+        config = replace(self.config.collect, eps_unit=self.config.noise)
         return self._data(
             "data",
             "Collecting states",
-            lambda p: collect(teacher, self.env_id, self.config.collect, self.seed, progress=p),
+            lambda p: collect(teacher, self.env_id, config, self.seed, progress=p),
         )
 
     def dagger(
@@ -160,7 +161,7 @@ class Run:
             return load_demonstrations(path)
         short = replace(self.config.distill, steps=max(1, self.config.distill.steps // 3))
         student = self.distilled(f"provisional student {index}", training, held_out, teacher, short).policy
-        config = CollectConfig(states=self.config.dagger_states, eps_unit=self.config.eps)
+        config = CollectConfig(states=self.config.dagger_states, eps_unit=self.config.noise)
         seed = self.seed + 10_000 * index
         return self._data(
             path.stem,
