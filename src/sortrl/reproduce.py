@@ -46,13 +46,19 @@ ZOO: dict[str, tuple[str, str | None]] = {
 
 # What one student per task is trained for, where it differs from the task's defaults; chosen on validation episodes.
 SETTINGS: dict[tuple[str, str], dict[str, Any]] = {
-    ("paper", "CartPole-v1"): {"eps": 0.03, "lambda_end": 0.5, "dagger_rounds": 2},
-    ("paper", "Acrobot-v1"): {"eps": 0.15, "lambda_end": 0.1},
-    ("paper", "MountainCar-v0"): {"eps": 0.15},
-    ("paper", "LunarLander-v3"): {"eps": 0.03, "lambda_end": 0.5, "dagger_rounds": 3, "dagger_states": 30_000},
+    ("paper", "CartPole-v1"): {"eps": 0.01, "scale": 10.0, "mu_start": 8.0, "lambda_end": 1.0, "dagger_rounds": 3},
+    ("paper", "Acrobot-v1"): {"eps": 0.15, "noise": 0.2},
+    ("paper", "MountainCar-v0"): {"eps": 0.1, "scale": 2.0, "lambda_end": 0.03},
+    ("paper", "LunarLander-v3"): {
+        "eps": 0.02,
+        "mu_start": 25.0,
+        "lambda_end": 1.0,
+        "dagger_rounds": 3,
+        "dagger_states": 30_000,
+    },
     ("normalised", "CartPole-v1"): {"eps": 0.1},
-    ("normalised", "Acrobot-v1"): {"eps": 0.1},
-    ("normalised", "MountainCar-v0"): {"eps": 0.1},
+    ("normalised", "Acrobot-v1"): {"eps": 0.1, "noise": 0.2},
+    ("normalised", "MountainCar-v0"): {"eps": 0.1, "scale": 2.0, "lambda_end": 0.03},
     ("normalised", "LunarLander-v3"): {"eps": 0.1, "dagger_rounds": 2, "dagger_states": 30_000},
 }
 
