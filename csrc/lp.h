@@ -146,11 +146,11 @@ struct Factors {
 };
 
 template <bool Scaled, bool Sparse, class Power>
-void lp_backward_strip(const float* x, int64_t rows, const V* w, const float* weight, const float* inverse,
-                       const float* cut, float* grad_x, V* grad_w, Power power) {
+void lp_backward_strip(const float* x, int64_t rows, const float* w, const float* weight, const float* inverse,
+                       const float* cut, float* grad_x, float* grad_w, Power power) {
   V gw[kOutputs], wk[kOutputs];
 #pragma GCC unroll 8
-  for (int k = 0; k < kOutputs; ++k) gw[k] = V{}, wk[k] = w[k];
+  for (int k = 0; k < kOutputs; ++k) gw[k] = V{}, wk[k] = load(w + k * kLanes);
   for (int64_t b = 0; b < rows; ++b) {
     const V xb = load(x + b * kLanes);
     V gx = load(grad_x + b * kLanes);
@@ -167,21 +167,56 @@ void lp_backward_strip(const float* x, int64_t rows, const V* w, const float* we
     store(grad_x + b * kLanes, gx);
   }
 #pragma GCC unroll 8
-  for (int k = 0; k < kOutputs; ++k) grad_w[k] = gw[k];
+  for (int k = 0; k < kOutputs; ++k) store(grad_w + k * kLanes, gw[k]);
+}
+
+inline bool adjacent(const int32_t* columns, int64_t count) {
+  return count == kLanes && columns[kLanes - 1] - columns[0] == kLanes - 1;
 }
 
 // Copy rows[r][columns[l]] for the lanes of a strip; absent lanes are 0 on both sides, so their gradient is 0.
 inline V gather(const float* row, const int32_t* columns, int64_t count) {
+  if (adjacent(columns, count)) return load(row + columns[0]);
   float lanes[kLanes] = {};
   for (int64_t l = 0; l < count; ++l) lanes[l] = row[columns[l]];
   return load(lanes);
 }
 
 inline void scatter_add(V value, float* row, const int32_t* columns, int64_t count) {
+  if (adjacent(columns, count)) return store(row + columns[0], load(row + columns[0]) + value);
   float lanes[kLanes];
   store(lanes, value);
   for (int64_t l = 0; l < count; ++l) row[columns[l]] += lanes[l];
 }
+
+// The strips of kLanes kept inputs that a task works on in one chunk, with the weights of all outputs for them. They are
+// copied in and out row by row, because a strip alone touches a cache line per output and waits for each.
+struct Strips {
+  const int32_t* columns;
+  int64_t count, outputs;
+  Buffer<float> w, grad_w;  // (strips, outputs padded to kOutputs, kLanes)
+
+  Strips(const int32_t* columns, int64_t count, int64_t outputs)
+      : columns(columns), count(count), outputs(outputs), w(size() * padded() * kLanes), grad_w(size() * padded() * kLanes) {}
+
+  int64_t size() const { return (count + kLanes - 1) / kLanes; }
+  int64_t padded() const { return (outputs + kOutputs - 1) / kOutputs * kOutputs; }
+  int64_t lanes(int64_t strip) const { return std::min<int64_t>(kLanes, count - strip * kLanes); }
+  int64_t at(int64_t strip, int64_t k) const { return (strip * padded() + k) * kLanes; }
+
+  void read(const Problem& problem, const Kept& kept) {
+    for (int64_t k = 0; k < padded(); ++k) {
+      const float* row = problem.w + kept.index[std::min(k, outputs - 1)] * problem.in;
+      for (int64_t s = 0; s < size(); ++s) store(w.data() + at(s, k), gather(row, columns + s * kLanes, lanes(s)));
+    }
+  }
+
+  void add_to(float* gradient, const Problem& problem, const Kept& kept) const {
+    for (int64_t k = 0; k < outputs; ++k)
+      for (int64_t s = 0; s < size(); ++s)
+        scatter_add(load(grad_w.data() + at(s, k)), gradient + kept.index[k] * problem.in, columns + s * kLanes, lanes(s));
+  }
+};
 
 template <bool Scaled, bool Sparse, class Power>
 void lp_backward_columns(const Problem& problem, const std::vector<Kept>& inputs, const std::vector<Kept>& outputs,
@@ -191,32 +226,28 @@ void lp_backward_columns(const Problem& problem, const std::vector<Kept>& inputs
   Buffer<float> x(chunk_rows * kLanes), gx(chunk_rows * kLanes);
   for (int64_t c = 0; c < problem.chunks; ++c) {
     const int64_t begin = c * chunk_rows, rows = std::min(problem.batch - begin, chunk_rows);
-    if (rows <= 0) break;
     const auto& kept = inputs[c].index;
     const auto first = std::lower_bound(kept.begin(), kept.end(), from), last = std::lower_bound(first, kept.end(), to);
-    for (auto strip = first; strip < last; strip += std::min<int64_t>(kLanes, last - strip)) {
-      const int64_t count = std::min<int64_t>(kLanes, last - strip);
-      const int32_t* columns = &*strip;
+    if (rows <= 0 || first == last || outputs[c].size() == 0) continue;
+    Strips strips(&*first, last - first, outputs[c].size());
+    strips.read(problem, outputs[c]);
+    for (int64_t s = 0; s < strips.size(); ++s) {
+      const int32_t* columns = strips.columns + s * kLanes;
       for (int64_t b = 0; b < rows; ++b)
-        store(x.data() + b * kLanes, gather(problem.x + (begin + b) * problem.in, columns, count));
+        store(x.data() + b * kLanes, gather(problem.x + (begin + b) * problem.in, columns, strips.lanes(s)));
       std::fill(gx.data(), gx.data() + gx.size(), 0.0f);
-      for (int64_t k = 0; k < outputs[c].size(); k += kOutputs) {
-        const int64_t present = std::min<int64_t>(kOutputs, outputs[c].size() - k);
-        V w[kOutputs], gw[kOutputs];
-        for (int64_t j = 0; j < kOutputs; ++j)
-          w[j] = gather(problem.w + outputs[c].index[k + std::min(j, present - 1)] * problem.in, columns, count);
+      for (int64_t k = 0; k < strips.outputs; k += kOutputs) {
         const int64_t at = (begin * blocks + k / kOutputs * rows) * kOutputs;
-        lp_backward_strip<Scaled, Sparse>(x.data(), rows, w, factors.weight.data() + at,
+        lp_backward_strip<Scaled, Sparse>(x.data(), rows, strips.w.data() + strips.at(s, k), factors.weight.data() + at,
                                           Scaled ? factors.inverse.data() + at : nullptr,
-                                          Sparse ? factors.cut.data() + at : nullptr, gx.data(), gw, power);
-        if (grad_w)
-          for (int64_t j = 0; j < present; ++j)
-            scatter_add(gw[j], grad_w + outputs[c].index[k + j] * problem.in, columns, count);
+                                          Sparse ? factors.cut.data() + at : nullptr, gx.data(),
+                                          strips.grad_w.data() + strips.at(s, k), power);
       }
       if (grad_x)
         for (int64_t b = 0; b < rows; ++b)
-          scatter_add(load(gx.data() + b * kLanes), grad_x + (begin + b) * problem.in, columns, count);
+          scatter_add(load(gx.data() + b * kLanes), grad_x + (begin + b) * problem.in, columns, strips.lanes(s));
     }
+    if (grad_w) strips.add_to(grad_w, problem, outputs[c]);
   }
 }
 

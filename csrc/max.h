@@ -18,7 +18,7 @@ constexpr int kVectors = 2;
 constexpr int64_t kWidth = kVectors * kLanes;
 constexpr int64_t kInputBlock = 512;  // inputs per packed panel: keeps it in the second-level cache
 constexpr int64_t kPanelSize = kInputBlock * kWidth;
-constexpr int64_t kTaskRows = 256;
+constexpr int64_t kTaskRows = 512;
 
 // Accumulate `Step` over `inputs` values of R rows: acc[r][v] = step(acc[r][v], x[r][i] - w[i][v]).
 template <int R, class Step>

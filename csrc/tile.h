@@ -62,7 +62,7 @@ inline std::vector<Kept> kept_per_chunk(const uint8_t* keep, int64_t chunks, int
 // harmless numbers that nobody reads.
 inline void pack_panel(const Problem& problem, const Kept& inputs, const Kept& outputs, int64_t first, int64_t width,
                        int64_t from, int64_t to, float* panel) {
-  constexpr int64_t kBlock = 16;  // inputs at a time, so that the lines being written stay in the first-level cache
+  constexpr int64_t kBlock = 64;  // inputs at a time: the lines being written stay in the first-level cache
   for (int64_t block = from; block < to; block += kBlock) {
     const int64_t count = std::min(kBlock, to - block);
     for (int64_t j = 0; j < width; ++j) {
@@ -132,7 +132,10 @@ inline float with_sign(float g, float t) { return t > 0 ? g : t < 0 ? -g : 0.0f;
 inline void scatter_outputs(const ForwardTask& task, const float* values, int64_t width, float* y_row) {
   const int64_t count = std::min(width, task.outputs->size() - task.first_output);
   const int32_t* index = task.outputs->index.data() + task.first_output;
-  for (int64_t j = 0; j < count; ++j) y_row[index[j]] = values[j];
+  if (task.outputs->all)
+    std::copy(values, values + count, y_row + task.first_output);
+  else
+    for (int64_t j = 0; j < count; ++j) y_row[index[j]] = values[j];
 }
 
 }  // namespace sortrl::SORTRL_ISA

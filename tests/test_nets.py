@@ -124,6 +124,18 @@ def test_front_ends_have_the_constant_they_claim():
     assert Scale(torch.tensor([0.5, 3.0])).lipschitz == 3.0
 
 
+def test_rounding_errors_stay_within_the_slack():
+    """Float32 scores against float64 ones: closer than the bound by which radii are shrunk, which is itself tiny."""
+    for seed in range(20):
+        policy = build({"seed": seed, "inputs": 6, "actions": 3, "width": 40, "depth": 4, "rho": 0.3, "scale": 3.0})
+        x = 3 * torch.randn(200, 6)
+        exact = copy.deepcopy(policy).double()
+        error = (policy.scores(x).double() - exact.scores(x.double())).abs().amax(1)
+        bound = policy._rounding_error(3.0 * x.abs().amax(1).double() + 10)
+        assert (error <= bound).all()
+        assert bound.max() < 0.01
+
+
 def test_images_pass_through_the_front_end():
     policy = SortPolicy(
         (1, 12, 10), 3, width=8, depth=2, crop=(2, 2, 1, 1), pool=2, normalizer=Normalizer.from_pixels((1, 12, 10))

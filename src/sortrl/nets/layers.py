@@ -150,6 +150,11 @@ class Scale(nn.Module):
     def lipschitz(self) -> float:
         return float(self.factor.max())
 
+    @property
+    def roundings(self) -> int:
+        """Float operations that may round, per output."""
+        return 1
+
     def forward(self, x: Tensor) -> Tensor:
         return x * self.factor
 
@@ -167,6 +172,11 @@ class Crop(nn.Module):
     def lipschitz(self) -> float:
         return nonnegative_lipschitz(self, (1, self.top + self.bottom + 1, self.left + self.right + 1))
 
+    @property
+    def roundings(self) -> int:
+        """Nothing is computed."""
+        return 0
+
     def forward(self, x: Tensor) -> Tensor:
         return x[..., self.top : x.shape[-2] - self.bottom, self.left : x.shape[-1] - self.right]
 
@@ -183,6 +193,11 @@ class AveragePool(nn.Module):
     @property
     def lipschitz(self) -> float:
         return nonnegative_lipschitz(self, (1, self.size, self.size))
+
+    @property
+    def roundings(self) -> int:
+        """Sums and one division, per output."""
+        return self.size * self.size + 1
 
     def forward(self, x: Tensor) -> Tensor:
         return functional.avg_pool2d(x, self.size)

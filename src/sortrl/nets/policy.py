@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -62,6 +62,14 @@ class PolicyConfig:
             )
 
 
+class FrontEnd(Protocol):
+    """A sequence of Lipschitz front ends that can be called as one."""
+
+    def __call__(self, unit: Tensor) -> Tensor: ...
+
+    def __iter__(self) -> Iterator[Crop | AveragePool | Scale]: ...
+
+
 class SortPolicy(nn.Module):
     """A policy that plays the arg-max of scores that are ``lipschitz``-Lipschitz in l_inf.
 
@@ -100,14 +108,14 @@ class SortPolicy(nn.Module):
             raise SortRLError(
                 f"SortPolicy: observations have shape {self.obs_shape}, but the normalizer {self.normalizer.obs_shape}."
             )
-        front: list[nn.Module] = []
+        front: list[Crop | AveragePool | Scale] = []
         if any(crop):
             front.append(Crop(*crop))
         if pool > 1:
             front.append(AveragePool(pool))
         if scale != 1.0:
             front.append(Scale(scale))
-        self.front = nn.Sequential(*front)
+        self.front = cast("FrontEnd", nn.Sequential(*front))
         with torch.no_grad():
             fan_in = self.front(torch.zeros(1, *self.obs_shape)).numel()
         sizes = [fan_in] + [width] * (depth - 1) + [self.n_actions]
@@ -131,8 +139,12 @@ class SortPolicy(nn.Module):
     @property
     def lipschitz(self) -> float:
         """The l_inf constant of :meth:`scores` with respect to unit-space input: the product over the parts."""
-        parts = [*self.front, *self.layers, *self.shifts]
-        return math.prod(float(part.lipschitz) for part in parts)
+        parts: list[SortLinear | MeanShift] = [*self.layers, *self.shifts]
+        return self._front_lipschitz * math.prod(part.lipschitz for part in parts)
+
+    @property
+    def _front_lipschitz(self) -> float:
+        return math.prod(part.lipschitz for part in self.front)
 
     def normalize(self, obs: npt.ArrayLike | Tensor) -> Tensor:
         """Raw observations (batch, *obs_shape) -> unit space, where eps, radii and the Lipschitz constant live."""
@@ -195,7 +207,7 @@ class SortPolicy(nn.Module):
         step = -(-len(unit) // limit)
         x = self.front(unit[::step]).flatten(1)
         for layer, shift in zip(self.layers, self.shifts, strict=False):
-            y = torch.cat([layer(part) for part in x.split(1024)])
+            y = torch.cat([layer(part) for part in torch.split(x, 1024)])
             shift.running_mean.copy_(y.double().mean(0))
             x = shift(y)
 
@@ -211,7 +223,7 @@ class SortPolicy(nn.Module):
         Both evaluations, of the state and of its perturbed twin, are rounded; see :meth:`_rounding_error`.
         """
         x = self.front(unit).flatten(1)
-        magnitude = x.abs().amax(1)
+        magnitude = unit.flatten(1).abs().amax(1) * max(1.0, self._front_lipschitz)
         for layer, shift in zip(self.layers, self.shifts, strict=False):
             y = layer(x)
             x = shift(y)
@@ -221,21 +233,22 @@ class SortPolicy(nn.Module):
         magnitude = torch.maximum(magnitude, torch.maximum(y.amax(1), scores.abs().amax(1)))
         best = scores.topk(2, dim=1)
         margin = (best.values[:, 0].double() - best.values[:, 1].double()).clamp(min=0.0)
-        here = self._rounding_error(magnitude.double())
-        there = self._rounding_error(magnitude.double() + margin / 2)  # a perturbed input is at most this much larger
-        radius = ((margin - 2 * here - 2 * there) / (2 * self.lipschitz)).clamp(min=0.0)
+        lipschitz = self.lipschitz
+        grown = magnitude.double() + margin / 2 * max(1.0, 1.0 / lipschitz)  # at most, for an input within the radius
+        slack = self._rounding_error(magnitude.double()) + self._rounding_error(grown)
+        radius = ((margin - 2 * slack) / (2 * lipschitz)).clamp(min=0.0)
         return Certificate(best.indices[:, 0].numpy(), radius.numpy(), best.indices[:, 1].numpy())
 
     def _rounding_error(self, magnitude: Tensor) -> Tensor:
-        """A bound on the error of each float32 score when all activations are at most ``magnitude``.
+        """A bound on the error of each float32 score when inputs (scaled) and activations are at most ``magnitude``.
 
         Per layer: one subtraction, K products and K sums on distances of at most magnitude / mix_0, and one shift,
         each with relative error u; layers do not amplify what comes in. The factor 2 covers second-order terms.
         """
-        operations = 0.0
+        operations = 1.0 + sum(part.roundings for part in self.front)
         for layer in self.layers:
             operations += (2 * len(layer.mix) + 1) / float(layer.mix[0]) + 1
-        return 2 * UNIT_ROUNDOFF * (operations + 2 * len(self.front) + 1) * magnitude
+        return 2 * UNIT_ROUNDOFF * operations * magnitude
 
     @torch.no_grad()
     def predict(

@@ -83,7 +83,7 @@ def all_finite(tensor: Tensor) -> bool:
 
 
 def max_forward(x: Tensor, w: Tensor, in_keep: Tensor | None, out_keep: Tensor | None) -> Tensor:
-    y = x.new_zeros(len(x), len(w))
+    y = _result(x, w, out_keep)
     _kernels().max_forward(*_masked(x, w, in_keep, out_keep), _address(y))
     return y
 
@@ -104,7 +104,7 @@ def max_backward(
 
 
 def lp_forward(x: Tensor, w: Tensor, p: float, in_keep: Tensor | None, out_keep: Tensor | None) -> Tensor:
-    y = x.new_zeros(len(x), len(w))
+    y = _result(x, w, out_keep)
     _kernels().lp_forward(*_masked(x, w, in_keep, out_keep), p, _address(y))
     return y
 
@@ -163,6 +163,11 @@ def limit(op: int, threads: int, seconds: float) -> float:
     """Elements per second of an operator's arithmetic on registers alone (see csrc/kernels.h for the numbers)."""
     rate: float = _kernels().limit(op, threads, seconds)
     return rate
+
+
+def _result(x: Tensor, w: Tensor, out_keep: Tensor | None) -> Tensor:
+    """Room for y; outputs that a mask drops are not written, so they must be 0 beforehand."""
+    return x.new_empty(len(x), len(w)) if out_keep is None else x.new_zeros(len(x), len(w))
 
 
 def _gradients(x: Tensor, w: Tensor, need_x: bool, need_w: bool) -> tuple[Tensor | None, Tensor | None]:
