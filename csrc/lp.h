@@ -2,8 +2,8 @@
 //
 // Two ways to the same number. Up to p = 16 the powers are summed as they are: float32 has room for y between
 // 2^(-96/p) and 2^(96/p), and a call that leaves this range is done again in the second way. There, a pass of the max
-// layer comes first and everything is divided by the maximum, so that nothing overflows whatever p is; from p = 64 on
-// almost every power is below the last bit of the sum, and only the inputs near the maximum are raised at all.
+// layer comes first and everything is divided by the maximum, so that nothing overflows whatever p is. At large p almost
+// every power is below the last bit of the sum; where a power is dear, only the inputs near the maximum are raised.
 #pragma once
 
 #include "max.h"
@@ -11,7 +11,7 @@
 
 namespace sortrl::SORTRL_ISA {
 
-constexpr float kSparseFrom = 64.0f;  // from this p on, skipping small terms pays for the test
+constexpr float kSparseFrom = 64.0f;  // beyond this p, skipping small terms of a gradient pays for the test
 
 // Terms with (|t| / max)^p < 2^-24 do not show in a float32 sum of positive terms.
 inline float negligible_ratio(float p) { return std::exp2(-24.0f / p); }
@@ -66,28 +66,46 @@ bool lp_forward_raw(const Problem& problem, float p, float* y) {
   return in_range;
 }
 
-// sum_i (|t_i| / largest)^p for one row and one vector of outputs of a panel. The terms that count are queued first,
-// without branching, because whether one does is as good as random.
-template <bool Sparse, class Power>
-inline V sum_scaled_powers(const float* x, const float* panel, int64_t inputs, V largest, float ratio, float* queue,
+// total += sum_i (|t_i| / largest)^p for one row and the kWidth outputs of a panel. (Kept out of line: inlined into every
+// caller, it crashes GCC 12.)
+template <class Power>
+__attribute__((noinline)) void sum_all_powers(const float* x, const float* panel, int64_t inputs, const float* largest, float* total,
                            Power power) {
-  const V inverse = largest > 0.0f ? reciprocal(largest) : V{}, cut = largest * ratio;
-  V sum{};
-  if (!Sparse) {
-    for (int64_t i = 0; i < inputs; ++i) sum += power((broadcast(x[i]) - load(panel + i * kWidth)) * inverse);
-    return sum;
+  V sum[kVectors], inverse[kVectors];
+  for (int v = 0; v < kVectors; ++v) {
+    const V top = load(largest + v * kLanes);
+    sum[v] = load(total + v * kLanes);
+    inverse[v] = top > 0.0f ? reciprocal(top) : V{};
   }
-  int64_t size = 0;
   for (int64_t i = 0; i < inputs; ++i) {
-    const V t = broadcast(x[i]) - load(panel + i * kWidth);
-    store(queue + size * kLanes, t);
-    size += any_at_least(absolute(t), cut);
+    const V xi = broadcast(x[i]);
+#pragma GCC unroll 2
+    for (int v = 0; v < kVectors; ++v) sum[v] += power((xi - load(panel + i * kWidth + v * kLanes)) * inverse[v]);
   }
-  for (int64_t q = 0; q < size; ++q) sum += power(load(queue + q * kLanes) * inverse);
-  return sum;
+  for (int v = 0; v < kVectors; ++v) store(total + v * kLanes, sum[v]);
 }
 
+// The same for powers that are dear, be it for their size or for want of a multiplication chain: the terms that count are
+// queued first, without branching, because whether one does is as good as random.
 template <class Power>
+__attribute__((noinline)) void sum_large_powers(const float* x, const float* panel, int64_t inputs, const float* largest, float ratio,
+                             float* queue, float* total, Power power) {
+  for (int64_t v = 0; v < kWidth; v += kLanes) {
+    const V top = load(largest + v), cut = top * ratio;
+    int64_t size = 0;
+    for (int64_t i = 0; i < inputs; ++i) {
+      const V t = broadcast(x[i]) - load(panel + i * kWidth + v);
+      store(queue + size * kLanes, t);
+      size += any_at_least(absolute(t), cut);
+    }
+    const V inverse = top > 0.0f ? reciprocal(top) : V{};
+    V sum = load(total + v);
+    for (int64_t q = 0; q < size; ++q) sum += power(load(queue + q * kLanes) * inverse);
+    store(total + v, sum);
+  }
+}
+
+template <bool Dear, class Power>
 void lp_forward_scaled(const Problem& problem, float p, float* y, Power power) {
   const float ratio = negligible_ratio(p);
   for_each_panel(problem, kWidth, kTaskRows, [&](const ForwardTask& task) {
@@ -100,13 +118,13 @@ void lp_forward_scaled(const Problem& problem, float p, float* y, Power power) {
       const int64_t to = std::min(inputs, from + kInputBlock);
       if (inputs > kInputBlock)  // else the panel of the max pass is still there
         pack_panel(problem, *task.inputs, *task.outputs, task.first_output, kWidth, from, to, panel.data());
-      const auto sum = p >= kSparseFrom ? sum_scaled_powers<true, Power> : sum_scaled_powers<false, Power>;
-      for (int64_t b = 0; b < n; ++b)
-        for (int64_t v = 0; v < kWidth; v += kLanes) {
-          float* at = total.data() + b * kWidth + v;
-          store(at, load(at) + sum(rows[b] + from, panel.data() + v, to - from, load(largest.data() + b * kWidth + v),
-                                   ratio, queue.data(), power));
-        }
+      for (int64_t b = 0; b < n; ++b) {
+        const float* tops = largest.data() + b * kWidth;
+        if constexpr (Dear)
+          sum_large_powers(rows[b] + from, panel.data(), to - from, tops, ratio, queue.data(), total.data() + b * kWidth, power);
+        else
+          sum_all_powers(rows[b] + from, panel.data(), to - from, tops, total.data() + b * kWidth, power);
+      }
     }
     take_root(total.data(), n * kWidth, p);
     for (int64_t b = 0; b < n; ++b) {
@@ -129,7 +147,9 @@ inline void lp_forward(const Problem& problem, float p, float* y) {
                     : p == 16.0f ? lp_forward_raw<1, 4>(problem, p, y)
                                  : false;
   if (done) return;
-  with_power(p, [&](auto power) { lp_forward_scaled(problem, p, y, [=](V s) { return power.even(s); }); });
+  with_power(p, [&](auto power) {
+    lp_forward_scaled<decltype(power)::dear>(problem, p, y, [=](V s) { return power.even(s); });
+  });
 }
 
 // Backward. Lanes run over inputs, so that one power serves both gradients: grad_x sums it over outputs in memory and

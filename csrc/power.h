@@ -56,12 +56,14 @@ inline V odd_power(V t, int doublings) {
 // doublings, known to the compiler.
 template <int Base, int Static>
 struct ChainPower {
+  static constexpr bool dear = Static == 0;
   int doublings;
   V even(V s) const { return even_power<Base>(s, Static ? Static : doublings); }
   V odd(V s) const { return odd_power<Base>(s, Static ? Static : doublings); }
 };
 
 struct GeneralPower {
+  static constexpr bool dear = true;
   float p;
   static V size(V s, float exponent) {
     const V a = absolute(s);
@@ -74,8 +76,8 @@ struct GeneralPower {
   }
 };
 
-// Call `body` with the cheapest way to raise to p. The exponents compiled in full are those of the middle of a
-// training schedule, where every term counts; beyond, few terms are raised at all.
+// Call `body` with the cheapest way to raise to p. The exponents compiled in full are those of the middle of a training
+// schedule, where most terms count; beyond, it pays to look for the few that do.
 template <class Body>
 void with_power(float p, Body body) {
   if (p == 24.0f) return body(ChainPower<3, 3>{3});
