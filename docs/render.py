@@ -1,4 +1,9 @@
-"""Put the tables of results/*.json into README.md, between their markers. `python docs/render.py` rewrites the file."""
+"""Put the tables of results/*.json into README.md, between their markers, and draw its picture.
+
+`python docs/render.py` rewrites both. results/cartpole.json comes from
+`sortrl robustify CartPole-v1 --json results/cartpole.json`, results/bench.json from `make bench`, results/fig1.json from
+`sortrl reproduce fig1`.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +14,9 @@ from typing import Any
 
 from sortrl import bench
 from sortrl.files import write_text
+from sortrl.report.charts import episode_chart
+from sortrl.report.figures import save_png
+from sortrl.report.run import read_run
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -34,7 +42,24 @@ def bench_table(results: dict[str, Any]) -> str:
     return bench.table(results).strip()
 
 
-TABLES = {"fig1": fig1_table, "bench": bench_table}
+def cartpole_table(results: dict[str, Any]) -> str:
+    """Teacher and student of the demo, clean and attacked, with the share of states that is certified."""
+    lines = ["| CartPole-v1, ε in standard deviations | " + " | ".join(_levels(results)) + " |"]
+    lines.append("|---" * (1 + len(_levels(results))) + "|")
+    for policy in ("teacher", "student"):
+        rows = [row for row in results["evaluation"] if row["policy"] == policy]
+        lines.append(f"| {policy}: return under PGD-10 | " + " | ".join(f"{row['mean']:.0f}" for row in rows) + " |")
+    grid = dict(zip(results["certificate"]["eps"], results["certificate"]["share"], strict=True))
+    shares = [f"{grid[row['eps']]:.0%}" for row in results["evaluation"] if row["policy"] == "student"]
+    lines.append("| student: states certified | " + " | ".join(shares) + " |")
+    return "\n".join(lines)
+
+
+def _levels(results: dict[str, Any]) -> list[str]:
+    return [f"{row['eps']:g}" for row in results["evaluation"] if row["policy"] == "student"]
+
+
+TABLES = {"cartpole": cartpole_table, "fig1": fig1_table, "bench": bench_table}
 
 
 def rendered(text: str) -> str:
@@ -47,5 +72,17 @@ def rendered(text: str) -> str:
     return text
 
 
+def draw_picture() -> None:
+    """The radius of every decision of one episode of the demo's student."""
+    chart = episode_chart(read_run(json.loads((ROOT / "results" / "cartpole.json").read_text())))
+    if chart is not None:
+        save_png(
+            chart,
+            ROOT / "results" / "cartpole.png",
+            "CartPole-v1: the certified radius of every decision of one episode",
+        )
+
+
 if __name__ == "__main__":
+    draw_picture()
     write_text(ROOT / "README.md", rendered((ROOT / "README.md").read_text()))
