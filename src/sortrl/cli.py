@@ -279,7 +279,9 @@ def bench(json: Path | None = None, quick: bool = False) -> None:
     """
     from sortrl import bench as module
 
-    results = module.run(quick=quick, repeats=5 if quick else 25, progress=lambda line: print(line, file=sys.stderr, flush=True))
+    results = module.run(
+        quick=quick, repeats=5 if quick else 25, progress=lambda line: print(line, file=sys.stderr, flush=True)
+    )
     if json is not None:
         module.write(results, json)
     print(module.table(results))

@@ -58,6 +58,18 @@ class Counter:
         return gradient
 
 
+@dataclass(frozen=True)
+class Target:
+    """What a search is given: the states, the actions to change, the room to do it in, and access to the policy."""
+
+    counter: Counter
+    unit: Tensor
+    clean: Tensor
+    budget: Budget
+    eps_unit: float
+    generator: torch.Generator | None
+
+
 class Attack(ABC):
     """Searches, state by state, for an input within eps that changes the policy's action."""
 
@@ -83,11 +95,9 @@ class Attack(ABC):
         with torch.no_grad():
             clean = counter.scores(unit).argmax(1)
             budget = Budget.around(unit, eps_unit, low, high)
-            found = (
-                unit
-                if eps_unit == 0 or len(unit) == 0
-                else budget.project(self.search(counter, unit, clean, budget, eps_unit, generator))
-            )
+            found = unit
+            if eps_unit > 0 and len(unit) > 0:
+                found = budget.project(self.search(Target(counter, unit, clean, budget, eps_unit, generator)))
             action = counter.scores(found).argmax(1)
         distance = (found.double() - unit.double()).abs().amax() if len(unit) else torch.zeros(())
         if not float(distance) <= eps_unit:
@@ -97,13 +107,5 @@ class Attack(ABC):
         return AttackResult(found, clean.numpy(), action.numpy(), counter.queries, counter.gradients)
 
     @abstractmethod
-    def search(
-        self,
-        counter: Counter,
-        unit: Tensor,
-        clean: Tensor,
-        budget: Budget,
-        eps_unit: float,
-        generator: torch.Generator | None,
-    ) -> Tensor:
-        """Propose perturbed inputs, one per state."""
+    def search(self, target: Target) -> Tensor:
+        """Propose perturbed inputs, one per state; the caller projects them."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sortrl.attacks.base import Attack, Budget, Counter
+from sortrl.attacks.base import Attack, Target
 from sortrl.errors import SortRLError
 
 
@@ -28,18 +28,10 @@ class PGD(Attack):
     def name(self) -> str:  # type: ignore[override]
         return f"PGD-{self.steps}"
 
-    def search(
-        self,
-        counter: Counter,
-        unit: Tensor,
-        clean: Tensor,
-        budget: Budget,
-        eps_unit: float,
-        generator: torch.Generator | None,
-    ) -> Tensor:
-        x = unit
+    def search(self, target: Target) -> Tensor:
+        x, step = target.unit, self.step_share * target.eps_unit
         for _ in range(self.steps):
-            x = budget.project(x + self.step_share * eps_unit * counter.gradient(x, clean).sign())
+            x = target.budget.project(x + step * target.counter.gradient(x, target.clean).sign())
         return x
 
 
@@ -49,16 +41,8 @@ class FGSM(Attack):
 
     name: str = "FGSM"
 
-    def search(
-        self,
-        counter: Counter,
-        unit: Tensor,
-        clean: Tensor,
-        budget: Budget,
-        eps_unit: float,
-        generator: torch.Generator | None,
-    ) -> Tensor:
-        return unit + eps_unit * counter.gradient(unit, clean).sign()
+    def search(self, target: Target) -> Tensor:
+        return target.unit + target.eps_unit * target.counter.gradient(target.unit, target.clean).sign()
 
 
 @dataclass(frozen=True)
@@ -67,13 +51,5 @@ class UniformNoise(Attack):
 
     name: str = "noise"
 
-    def search(
-        self,
-        counter: Counter,
-        unit: Tensor,
-        clean: Tensor,
-        budget: Budget,
-        eps_unit: float,
-        generator: torch.Generator | None,
-    ) -> Tensor:
-        return unit + eps_unit * (2 * torch.rand(unit.shape, generator=generator) - 1)
+    def search(self, target: Target) -> Tensor:
+        return target.unit + target.eps_unit * (2 * torch.rand(target.unit.shape, generator=target.generator) - 1)
