@@ -6,7 +6,7 @@ import os
 import shlex
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 # Before torch is imported: waiting threads that spin slow each other down on few cores.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -14,10 +14,6 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 import tyro
 
 from sortrl.errors import SortRLError
-
-if TYPE_CHECKING:
-    from sortrl.nets import SortPolicy
-    from sortrl.teachers import Teacher
 
 
 def robustify(
@@ -111,10 +107,11 @@ def evaluate(
     from sortrl import attacks
     from sortrl.evaluate import evaluate as play
     from sortrl.files import write_json
+    from sortrl.pipeline import open_run
     from sortrl.progress import stage
 
     _use_threads(threads)
-    env_id, policy, teacher = _open_run(run)
+    env_id, policy, teacher = open_run(run)
     chosen, rows = attacks.by_name(attack), []
     print(f"{'policy':<10}{'attack':<10}{'eps':>8}{'return':>20}{'changed':>10}{'certified':>11}")
     for size in dict.fromkeys((0.0, *eps)):
@@ -157,10 +154,11 @@ def certify(
     from sortrl.envs import describe
     from sortrl.evaluate import evaluate as play
     from sortrl.files import write_json
+    from sortrl.pipeline import open_run
     from sortrl.progress import stage
 
     _use_threads(threads)
-    env_id, policy, _ = _open_run(run)
+    env_id, policy, _ = open_run(run)
     with stage("Playing clean episodes", quiet=not sys.stderr.isatty()) as progress:
         clean = play(policy, env_id, episodes=episodes, seed=seed, name="student", progress=progress)
     whole = [fully_certified_episodes(clean, size) for size in eps]
@@ -348,22 +346,6 @@ def _use_threads(threads: int | None) -> None:
     if threads is not None and threads < 1:
         raise SortRLError(f"--threads is {threads}, expected at least 1.")
     torch.set_num_threads(threads or os.cpu_count() or 1)
-
-
-def _open_run(run: Path) -> tuple[str, SortPolicy, Teacher | None]:
-    """The environment, the policy and (if it was kept) the teacher of a run directory."""
-    from sortrl.files import read_json
-    from sortrl.nets import SortPolicy
-    from sortrl.teachers import Teacher
-
-    if not (run / "run.json").exists():
-        raise SortRLError(
-            f"{run} is not the directory of a run (no run.json). Make one with: sortrl robustify ENV --out {run}"
-        )
-    env_id = str(read_json(run / "run.json")["identity"]["env"])
-    folder = run / "teacher"
-    teacher = Teacher.load(folder) if (folder / "teacher.safetensors").exists() else None
-    return env_id, SortPolicy.load(run), teacher
 
 
 if __name__ == "__main__":

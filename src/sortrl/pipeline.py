@@ -268,6 +268,18 @@ class Run:
         return results
 
 
+def open_run(directory: Path) -> tuple[str, SortPolicy, Teacher | None]:
+    """The environment, the policy and (if it was kept) the teacher of a run."""
+    if not (directory / "run.json").exists():
+        raise SortRLError(
+            f"{directory} is not the directory of a run (no run.json). Make one with: sortrl robustify ENV --out {directory}"
+        )
+    env_id = str(read_json(directory / "run.json")["identity"]["env"])
+    folder = directory / "teacher"
+    teacher = Teacher.load(folder) if (folder / "teacher.safetensors").exists() else None
+    return env_id, SortPolicy.load(directory), teacher
+
+
 @contextmanager
 def _tensorboard(folder: Path) -> Iterator[Report]:
     """A TensorBoard log of the training measurements."""
