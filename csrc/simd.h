@@ -114,6 +114,26 @@ inline bool any_at_least(V a, V b) {
 #endif
 }
 
+// to[i * stride + j] = from[j][i] for i, j in 0..3.
+inline void transpose_4x4(const float* const* from, float* to, int64_t stride) {
+#if defined(__has_builtin) && __has_builtin(__builtin_shufflevector)
+  typedef float V4 __attribute__((vector_size(16)));
+  V4 row[4];
+  for (int j = 0; j < 4; ++j) std::memcpy(&row[j], from[j], sizeof row[j]);
+  const V4 low01 = __builtin_shufflevector(row[0], row[1], 0, 4, 1, 5);
+  const V4 high01 = __builtin_shufflevector(row[0], row[1], 2, 6, 3, 7);
+  const V4 low23 = __builtin_shufflevector(row[2], row[3], 0, 4, 1, 5);
+  const V4 high23 = __builtin_shufflevector(row[2], row[3], 2, 6, 3, 7);
+  const V4 column[4] = {__builtin_shufflevector(low01, low23, 0, 1, 4, 5), __builtin_shufflevector(low01, low23, 2, 3, 6, 7),
+                        __builtin_shufflevector(high01, high23, 0, 1, 4, 5),
+                        __builtin_shufflevector(high01, high23, 2, 3, 6, 7)};
+  for (int i = 0; i < 4; ++i) std::memcpy(to + i * stride, &column[i], sizeof column[i]);
+#else
+  for (int i = 0; i < 4; ++i)
+    for (int j = 0; j < 4; ++j) to[i * stride + j] = from[j][i];
+#endif
+}
+
 // Large powers underflow by design; flushing them to zero avoids the hardware's slow path for subnormals.
 class FlushSubnormals {
  public:

@@ -65,13 +65,18 @@ inline void pack_panel(const Problem& problem, const Kept& inputs, const Kept& o
   constexpr int64_t kBlock = 64;  // inputs at a time: the lines being written stay in the first-level cache
   for (int64_t block = from; block < to; block += kBlock) {
     const int64_t count = std::min(kBlock, to - block);
-    for (int64_t j = 0; j < width; ++j) {
-      const float* row = problem.w + outputs.index[std::min(first + j, outputs.size() - 1)] * problem.in;
+    for (int64_t j = 0; j < width; j += 4) {
+      const float* rows[4];
+      for (int64_t r = 0; r < 4; ++r)
+        rows[r] = problem.w + outputs.index[std::min(first + j + r, outputs.size() - 1)] * problem.in;
       float* column = panel + (block - from) * width + j;
-      if (inputs.all)
-        for (int64_t i = 0; i < count; ++i) column[i * width] = row[block + i];
-      else
-        for (int64_t i = 0; i < count; ++i) column[i * width] = row[inputs.index[block + i]];
+      int64_t i = 0;
+      for (; inputs.all && i + 4 <= count; i += 4) {
+        const float* corner[4] = {rows[0] + block + i, rows[1] + block + i, rows[2] + block + i, rows[3] + block + i};
+        transpose_4x4(corner, column + i * width, width);
+      }
+      for (; i < count; ++i)
+        for (int64_t r = 0; r < 4; ++r) column[i * width + r] = rows[r][inputs.index[block + i]];
     }
   }
 }

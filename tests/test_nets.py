@@ -188,7 +188,7 @@ def test_training_reduces_the_loss_and_p_is_state():
 def test_surrogate_converges_to_the_network_as_p_grows():
     policy = SortPolicy((4,), 3, width=16, depth=2, rho=0.0)
     x = torch.randn(50, 4)
-    errors = [float((policy.surrogate_scores(x, p) - policy.scores(x)).abs().max()) for p in (8.0, 64.0, 1024.0)]
+    errors = [(policy.surrogate_scores(x, p) - policy.scores(x)).abs().max().item() for p in (8.0, 64.0, 1024.0)]
     assert errors == sorted(errors, reverse=True)
     assert errors[-1] < 0.05
 

@@ -110,7 +110,7 @@ class DistillConfig:
 
         >>> config = DistillConfig(steps=100)
         >>> [config.p_at(step) for step in (0, 40, 80, 90)]
-        [8.0, 48.0, 768.0, inf]
+        [8.0, 64.0, 768.0, inf]
         """
         if step >= self.steps * (1.0 - self.final_share):
             return math.inf
@@ -200,13 +200,13 @@ def distill(
         index = torch.randint(len(states), (config.batch,), generator=generator)
         target = labels[index]
         unit = normalizer(states[index])
+        optimizer.zero_grad(set_to_none=True)  # before the forward pass, which can use their memory
         exact = step >= config.steps * (1.0 - config.exact_share)
         scores = policy.exact_training_scores(unit) if exact else policy.training_scores(unit, generator)
         margin = margins(scores, target)
         lam = config.lambda_at(step)
         imitation = imitation_loss(policy.mu * scores, target, teacher_logits[index], config.soft_targets)
         loss = lam * imitation + robust_loss(margin, config.theta)
-        optimizer.zero_grad(set_to_none=True)
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
 

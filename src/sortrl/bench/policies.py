@@ -52,10 +52,10 @@ class Step:
         self.masks.manual_seed(0)
 
     def __call__(self) -> Tensor:
+        self.optimizer.zero_grad(set_to_none=True)
         scores = self.policy.training_scores(self.unit, self.masks)
         imitation = imitation_loss(self.policy.mu * scores, self.labels, scores.detach(), 0.0)
         loss = imitation + robust_loss(margins(scores, self.labels), self.config.theta)
-        self.optimizer.zero_grad(set_to_none=True)
         loss.backward()  # type: ignore[no-untyped-call]
         self.optimizer.step()
         return scores.detach()
