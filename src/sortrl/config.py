@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from sortrl.collect import CollectConfig
-from sortrl.distill import DistillConfig
+from sortrl.distill import PRESETS, DistillConfig
 from sortrl.errors import SortRLError
 from sortrl.teachers import TeacherConfig, teacher_preset
 
@@ -73,20 +73,10 @@ def robustify_config(
     task = TASKS.get(env_id, Task(env_id, ""))
     eps = task.eps if eps is None else eps
     if preset == "fast":
-        distill = DistillConfig(
-            **{
-                "eps": eps,
-                "width": 128,
-                "steps": 1200,
-                "lambda_end": 0.2,
-                "final_share": 0.3,
-                "exact_share": 0.2,
-                **task.fast,
-            }
-        )
+        distill = replace(PRESETS[preset], eps=eps, **task.fast)
         collect, rounds = CollectConfig(states=50_000), task.dagger_rounds
-    elif preset == "paper":  # as printed: the teacher's own states, the lambda of the published recipe, no DAgger
-        distill = DistillConfig(eps=eps, width=640, steps=2000, lambda_end=0.01, mu_start=1.0)
+    elif preset == "paper":  # the teacher's own states, no DAgger
+        distill = replace(PRESETS[preset], eps=eps)
         collect, rounds = CollectConfig(states=50_000, exploration=0.0), 0
     else:
         raise SortRLError(f"Unknown preset {preset!r}; choose fast or paper.")

@@ -134,8 +134,8 @@ class Distilled:
 
 
 PRESETS: dict[str, DistillConfig] = {
-    "fast": DistillConfig(width=256, steps=1500),
-    "paper": DistillConfig(width=640, steps=2000, mu_start=1.0),
+    "fast": DistillConfig(width=128, steps=1200, lambda_end=0.2, final_share=0.3, exact_share=0.2),
+    "paper": DistillConfig(width=640, steps=2000, lambda_end=0.01, mu_start=1.0),  # as printed
 }
 
 
