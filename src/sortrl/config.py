@@ -22,19 +22,43 @@ class Task:
     summary: str
     eps: float = 0.1
     """Perturbation to train for, in the teacher's input units."""
-    dagger_rounds: int = 1
-    """Rounds in which a provisional student shows which states it reaches."""
     fast: dict[str, Any] = field(default_factory=dict)
-    """Settings of the student that differ from the ``fast`` preset's."""
+    """Fields of ``RobustifyConfig`` and ``DistillConfig`` that differ from the ``fast`` preset's, for normalising teachers."""
 
 
 TASKS: dict[str, Task] = {
     task.env_id: task
     for task in (
-        Task("CartPole-v1", "balance a pole on a cart; 500 is perfect"),
-        Task("Acrobot-v1", "swing a two-link arm above a line; about -70 is very good"),
-        Task("MountainCar-v0", "rock a car out of a valley; about -105 is very good"),
-        Task("LunarLander-v3", "land softly between two flags; 200 is solved", fast={"lambda_end": 0.3}),
+        Task(
+            "CartPole-v1",
+            "balance a pole on a cart; 500 is perfect",
+            eps=0.3,
+            fast={"smoothing": 0.3, "lambda_end": 0.05, "dagger_rounds": 2},
+        ),
+        Task(
+            "Acrobot-v1",
+            "swing a two-link arm above a line; about -70 is very good",
+            eps=0.15,
+            fast={"smoothing": 0.1, "noise": 0.2, "dagger_rounds": 2},
+        ),
+        Task(
+            "MountainCar-v0",
+            "rock a car out of a valley; about -105 is very good",
+            fast={"scale": 2.0, "lambda_end": 0.5, "dagger_rounds": 2},
+        ),
+        Task(
+            "LunarLander-v3",
+            "land softly between two flags; 200 is solved",
+            eps=0.15,
+            fast={
+                "smoothing": 0.3,
+                "noise": 0.1,
+                "lambda_end": 0.15,
+                "steps": 1500,
+                "dagger_rounds": 2,
+                "dagger_states": 30_000,
+            },
+        ),
     )
 }
 
@@ -52,14 +76,23 @@ class RobustifyConfig:
     """Provisional students, each trained for a third of the steps, whose states the teacher labels for the next."""
     dagger_states: int
     """States per round."""
+    dagger_eps: float
+    """Perturbation, at most, under which the provisional students act: PGD leads them where an adversary would."""
     noise: float
     """Students and teacher act on observations with uniform noise of up to this size while states are collected, so
     that the data hold what a disturbed agent meets."""
+    smoothing: float
+    """The student learns from the teacher averaged over Gaussian displacements of this size; 0 for the teacher itself."""
     episodes: int
     """Test episodes per point."""
     eps_grid: tuple[float, ...]
     """Where the return under attack is measured."""
     attack: str = "pgd-10"
+    """The attack along ``eps_grid``."""
+    suite: tuple[str, ...] = ("noise", "pgd-10-p32", "apgd-ce-20", "square-50", "learned")
+    """Attacks of other kinds, at the eps that is trained for; learned: an adversary trained against each agent."""
+    adversary_steps: int = 100_000
+    """Environment steps in which that adversary learns."""
 
 
 def robustify_config(
@@ -72,35 +105,28 @@ def robustify_config(
     """
     task = TASKS.get(env_id, Task(env_id, ""))
     eps = task.eps if eps is None else eps
-    if preset == "fast":
-        distill = replace(PRESETS[preset], eps=eps, **task.fast)
-        collect, rounds = CollectConfig(states=50_000), task.dagger_rounds
-    elif preset == "paper":  # the teacher's own states, no DAgger
-        distill = replace(PRESETS[preset], eps=eps)
-        collect, rounds = CollectConfig(states=50_000, exploration=0.0), 0
-    else:
-        raise SortRLError(f"Unknown preset {preset!r}; choose fast or paper.")
-    noise = changes.pop("noise", None)
-    noise = (eps if preset == "fast" else 0.0) if noise is None else noise
+    if preset not in PRESETS:
+        raise SortRLError(f"Unknown preset {preset!r}; choose {' or '.join(PRESETS)}.")
+    fast = preset == "fast"  # the printed recipe has the teacher's own greedy states alone
     config = RobustifyConfig(
         eps=eps,
         preset=preset,
         teacher_config=teacher_preset(env_id) if train_teacher else None,
-        collect=collect,
-        distill=distill,
-        dagger_rounds=rounds,
+        collect=CollectConfig(states=50_000, exploration=0.5 if fast else 0.0),
+        distill=replace(PRESETS[preset], eps=eps),
+        dagger_rounds=1 if fast else 0,
         dagger_states=20_000,
-        noise=noise,
+        dagger_eps=0.0,
+        noise=eps if fast else 0.0,
+        smoothing=0.0,
         episodes=30,
         eps_grid=tuple(round(share * eps, 6) for share in (0.0, 0.5, 1.0, 1.5, 2.0)),
     )
-    return _with_changes(config, changes)
+    return _with_changes(config, {**(task.fast if fast else {}), **{k: v for k, v in changes.items() if v is not None}})
 
 
 def _with_changes(config: RobustifyConfig, changes: dict[str, Any]) -> RobustifyConfig:
     for name, value in changes.items():
-        if value is None:
-            continue
         if name in RobustifyConfig.__dataclass_fields__:
             config = replace(config, **{name: value})
         elif name in DistillConfig.__dataclass_fields__:

@@ -6,6 +6,7 @@ from sortrl.teachers.architecture import Architecture
 from sortrl.teachers.config import DQN_TEACHERS, TEACHERS, TeacherConfig, teacher_preset
 from sortrl.teachers.load import load_teacher
 from sortrl.teachers.normalization import load_normalizer, save_normalizer
+from sortrl.teachers.smoothing import smoothed
 from sortrl.teachers.teacher import Teacher
 from sortrl.teachers.train import train_teacher
 
@@ -18,6 +19,7 @@ __all__ = [
     "load_normalizer",
     "load_teacher",
     "save_normalizer",
+    "smoothed",
     "teacher_preset",
     "train_teacher",
 ]
