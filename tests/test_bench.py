@@ -5,11 +5,14 @@ from __future__ import annotations
 import copy
 import json
 import math
+import time
 
+import numpy as np
 import pytest
 import torch
 
 from sortrl import bench
+from sortrl.bench.attacked import AttackedPlay
 from sortrl.bench.operators import Limits
 from sortrl.bench.policies import MEASURED, Size, Step, make_policy, schedule_shares
 from sortrl.bench.rivals import CdistPolicy, broadcast_lp, by_sort, by_topk, masked_cdist
@@ -75,7 +78,8 @@ def test_results_have_the_schema_and_survive_strict_json(results, tmp_path):
     assert set(read) == {"machine", "config", "cases", "scaling", "memory"}
     assert {"cpu", "cores", "isa", "threads", "torch", "python", "sortrl"} <= set(read["machine"])
     assert {"repeats", "slow_repeats", "seed"} <= set(read["config"])
-    wanted = {"max_forward", "sort_forward", "lp_forward", "lp_train", "sort_grad_x", "train_step", "policy_infer"}
+    whole = {"train_step", "policy_infer", "attacked_play"}
+    wanted = {"max_forward", "sort_forward", "lp_forward", "lp_train", "sort_grad_x", *whole}
     assert {case["op"] for case in read["cases"]} == wanted
     compiled = {"max_forward", "lp_forward", "lp_train"}  # torch.compile is not run in quick mode
     for case in read["cases"]:
@@ -83,7 +87,7 @@ def test_results_have_the_schema_and_survive_strict_json(results, tmp_path):
         assert len(case["shape"]) == 3
         assert case["ours_s"] > 0
         assert case["rivals"]
-        assert (case["limit_s"] is None) == (case["op"] in ("train_step", "policy_infer") or case["p"] == 1024)
+        assert (case["limit_s"] is None) == (case["op"] in whole or case["p"] == 1024)
         for name, seconds in case["rivals"].items():
             assert (seconds is None) == (case["op"] in compiled and name == "compile")
             explained = any(f"{name}: " in note for note in case["notes"])
@@ -92,6 +96,22 @@ def test_results_have_the_schema_and_survive_strict_json(results, tmp_path):
     for axes in read["scaling"].values():
         for line in axes.values():
             assert len(line["seconds"]) == len(line["shapes"]) == len(line["seconds_per_element"])
+
+
+def test_attacked_play_is_real_play_and_counts_steps(results):
+    (case,) = [case for case in results["cases"] if case["op"] == "attacked_play"]
+    assert case["steps_per_s"]["ours"] == pytest.approx(case["shape"][0] / case["ours_s"])
+    size = Size(width=24, depth=3, batch=4)
+    play = AttackedPlay(make_policy(size, inputs=4, actions=2).requires_grad_(False), 4, "auto")
+    play.restore()
+    first = [obs.copy() for obs in play.obs]
+    for _ in range(30):  # longer than an untrained policy balances: episodes end and begin anew
+        before = np.stack(play.obs)
+        shown = play()
+        assert 0 < (shown.numpy() - before).max() <= 0.1 + 1e-6
+        assert all(play.envs.info.obs_shape == obs.shape for obs in play.obs)
+    assert any((a != b).any() for a, b in zip(first, play.obs, strict=True))
+    play.envs.close()
 
 
 def test_the_table_has_a_row_per_case(results):
@@ -128,6 +148,20 @@ def test_a_beaten_limit_is_reported_not_hidden():
     limits.apply(row, 0)
     assert row["limit_s"] == 6.0
     assert "faster than the limit" in row["notes"][0]
+
+
+def test_an_endless_rival_is_timed_once(monkeypatch):
+    for name in ("SLOW_S", "ENDLESS_S"):
+        monkeypatch.setattr(f"sortrl.bench.timing.{name}", 0.3)
+    calls = []
+
+    def endless() -> torch.Tensor:
+        calls.append(time.sleep(0.5))
+        return torch.ones(1)
+
+    timing = take_turns(Contender(lambda: torch.ones(1)), {"endless": Contender(endless)}, 6)
+    assert len(calls) == 1
+    assert timing.best_s["endless"] >= 0.5
 
 
 def test_our_own_failures_are_not_swallowed():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
 import numpy as np
@@ -12,11 +12,15 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from sortrl.attacks import Attack
-from sortrl.envs import EnvInfo, EnvSlots
+from sortrl.attacks import Aimed, Attack
+from sortrl.attacks.valid import valid_range
+from sortrl.envs import EnvSlots
 from sortrl.errors import SortRLError
 from sortrl.nets import SortPolicy
 from sortrl.records import EvalResult, Policy
+from sortrl.timing import Timing
+
+__all__ = ["episode_seeds", "evaluate", "valid_range"]
 
 Progress = Callable[[dict[str, Any]], None]
 SEEDS_PER_RUN = 1_000_000  # episodes of different run seeds never coincide
@@ -30,7 +34,8 @@ class _Episode:
     obs: npt.NDArray[Any]
     total: float = 0.0
     radii: list[float] = field(default_factory=list)
-    length: int = 0
+    actions: list[int] = field(default_factory=list)
+    changed: int = 0
 
 
 def episode_seeds(seed: int, episodes: int) -> tuple[int, ...]:
@@ -42,19 +47,6 @@ def episode_seeds(seed: int, episodes: int) -> tuple[int, ...]:
     return tuple(seed * SEEDS_PER_RUN + index for index in range(episodes))
 
 
-def valid_range(policy: Policy, info: EnvInfo) -> tuple[Tensor | None, Tensor | None]:
-    """The declared bounds of observations in the policy's units; None where there is none at all."""
-
-    def to_unit(bounds: npt.NDArray[np.float64]) -> Tensor | None:
-        finite = np.isfinite(bounds)
-        if not finite.any():
-            return None
-        unit = policy.normalize(np.where(finite, bounds, 0.0)[None])[0]
-        return torch.where(torch.from_numpy(finite), unit, torch.from_numpy(np.where(finite, 0.0, bounds)).float())
-
-    return to_unit(info.valid_low), to_unit(info.valid_high)
-
-
 def evaluate(
     policy: Policy,
     env: str,
@@ -63,6 +55,7 @@ def evaluate(
     episodes: int = 20,
     seed: int = 0,
     *,
+    when: Timing | None = None,
     slots: int = 64,
     name: str | None = None,
     skip_certified: bool = True,
@@ -72,7 +65,7 @@ def evaluate(
 
     The list of episodes is fixed and each is played to its end: nothing favours short ones. With ``skip_certified`` the
     attack is not run on states that are certified at eps, where it provably cannot change the action; the returns are
-    the same, sooner.
+    the same, sooner. ``when`` limits the attack to moments of its choice (:mod:`sortrl.timing`); default: every step.
 
     >>> from sortrl.teachers import load_teacher
     >>> pushes_right = load_teacher(lambda obs: np.ones(len(obs), dtype=int), env_id="CartPole-v1")
@@ -82,32 +75,39 @@ def evaluate(
     if not 0 <= eps < float("inf"):
         raise SortRLError(f"evaluate: eps is {eps}, expected a finite number >= 0 in the policy's input units.")
     seeds = episode_seeds(seed, episodes)
+    choose = None if when is None else when.begin(policy, env)
     generator = torch.Generator().manual_seed(seed)
     finished: dict[int, _Episode] = {}
-    changed = queries = gradients = 0
+    attacked = queries = gradients = 0
     started = time.monotonic()
     with EnvSlots(env, min(slots, episodes)) as envs:
         low, high = valid_range(policy, envs.info)
         waiting = list(seeds)[::-1]
         playing = {slot: _Episode(s, envs.reset(slot, s)) for slot in range(len(envs)) for s in [waiting.pop()]}
         while playing:
-            unit = policy.normalize(np.stack([episode.obs for episode in playing.values()]))
+            now = list(playing.values())
+            unit = policy.normalize(np.stack([episode.obs for episode in now]))
             actions, radii = _decide(policy, unit)
-            exposed = np.arange(len(unit))
+            exposed, chosen = np.arange(len(unit)), attack
             if radii is not None:
-                for episode, radius in zip(playing.values(), radii, strict=True):
+                for episode, radius in zip(now, radii, strict=True):
                     episode.radii.append(float(radius))
                 if skip_certified:
                     exposed = np.flatnonzero(radii <= eps)
-            if attack is not None and eps > 0 and len(exposed):
-                result = attack(policy, unit[torch.from_numpy(exposed)], eps, low, high, generator)
+            if attack is not None and choose is not None and eps > 0 and len(exposed):
+                picked, aims = choose(unit[torch.from_numpy(exposed)], [now[place] for place in exposed])
+                exposed, chosen = exposed[picked], _aimed(attack, aims)
+            if chosen is not None and eps > 0 and len(exposed):
+                result = chosen(policy, unit[torch.from_numpy(exposed)], eps, low, high, generator)
                 actions[exposed] = result.action
-                changed += int(result.changed.sum())
+                for place in exposed[result.changed]:
+                    now[place].changed += 1
+                attacked += len(exposed)
                 queries, gradients = queries + result.queries, gradients + result.gradients
             for (slot, episode), action in zip(list(playing.items()), actions, strict=True):
                 episode.obs, reward, done = envs.step(slot, int(action))
                 episode.total += reward
-                episode.length += 1
+                episode.actions.append(int(action))
                 if done:
                     finished[episode.seed] = playing.pop(slot)
                     if waiting:
@@ -116,7 +116,7 @@ def evaluate(
                     if progress is not None:
                         progress({"episodes": len(finished), "total": episodes})
     ordered = [finished[s] for s in seeds]
-    lengths = np.array([episode.length for episode in ordered])
+    lengths = np.array([len(episode.actions) for episode in ordered])
     certified = isinstance(policy, SortPolicy)
     return EvalResult(
         env_id=env,
@@ -126,12 +126,39 @@ def evaluate(
         seeds=seeds,
         returns=np.array([episode.total for episode in ordered]),
         lengths=lengths,
-        changed_share=changed / int(lengths.sum()),
+        changed_share=sum(episode.changed for episode in ordered) / int(lengths.sum()),
         radii=np.concatenate([episode.radii for episode in ordered]) if certified else None,
         queries=queries,
         gradients=gradients,
         seconds=time.monotonic() - started,
+        attacked_share=attacked / int(lengths.sum()),
+        timing="every step" if when is None else when.name,
+        attack_parameters=_parameters(attack) | ({"when": _parameters(when)} if when is not None else {}),
     )
+
+
+def _parameters(value: Any) -> dict[str, Any]:
+    """The fields of an attack or a timing as JSON; a policy or a network among them is named, not written out."""
+
+    def plain(item: Any) -> Any:
+        if item is None or isinstance(item, (bool, int, float, str)):
+            return item
+        if isinstance(item, tuple):
+            return [plain(part) for part in item]
+        if is_dataclass(item):
+            return {"kind": type(item).__name__, **_parameters(item)}
+        return str(getattr(item, "name", type(item).__name__))
+
+    return {} if value is None else {part.name: plain(getattr(value, part.name)) for part in fields(value)}
+
+
+def _aimed(attack: Attack, aims: npt.NDArray[np.int64] | None) -> Attack:
+    """The attack to run: aimed where the timing names actions, which only a targeted attack can do."""
+    if aims is None:
+        return attack
+    if not isinstance(attack, Aimed):
+        raise SortRLError(f"This timing aims at one action per state, which {attack.name} cannot. Use attacks.Aimed().")
+    return attack.at(aims)
 
 
 @torch.no_grad()

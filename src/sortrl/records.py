@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -10,6 +11,7 @@ import numpy.typing as npt
 from torch import Tensor
 
 from sortrl.errors import SortRLError
+from sortrl.stats import iqm, iqm_interval
 
 FloatArray = npt.NDArray[np.floating]
 IntArray = npt.NDArray[np.integer]
@@ -157,11 +159,24 @@ class AttackResult:
         return result
 
 
+PROTOCOL = (
+    "greedy; a fixed list of seeded episodes, each played to its end; all policies and attacks play the same seeds "
+    "(first_seed and those that follow it); eps in the policy's input units"
+)
+SPREAD = {
+    "sem": "standard error of the mean over episodes",
+    "std": "sample standard deviation over episodes",
+    "iqm_interval": "95 % bootstrap interval of the interquartile mean over episodes, 2000 resamples",
+}
+
+
 @dataclass(frozen=True)
 class EvalResult:
     """Returns of a fixed list of episodes, every one played to its end, and what happened on the way.
 
-    ``radii`` (steps of all episodes, in order) and ``certified`` are None for a policy without certificates.
+    ``changed_share`` and ``attacked_share`` are shares of the steps: where the action was changed, and where a search was
+    made for a change (not on certified states, nor where ``timing`` held back). ``radii`` (steps of all episodes, in
+    order) are None for a policy without certificates.
     """
 
     env_id: str
@@ -176,6 +191,9 @@ class EvalResult:
     queries: int
     gradients: int
     seconds: float
+    attacked_share: float = 0.0
+    timing: str = "every step"
+    attack_parameters: Mapping[str, object] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not len(self.seeds) == len(self.returns) == len(self.lengths) > 0:
@@ -200,12 +218,22 @@ class EvalResult:
         return self.std / float(np.sqrt(len(self.returns)))
 
     @property
+    def iqm(self) -> float:
+        """Interquartile mean: see :func:`sortrl.stats.iqm`."""
+        return iqm(self.returns)
+
+    @property
+    def iqm_interval(self) -> tuple[float, float]:
+        """95 % bootstrap interval of the IQM over these episodes."""
+        return iqm_interval([self.returns])
+
+    @property
     def certified_share(self) -> float | None:
         """Share of the visited states whose action is certified at ``eps_unit``."""
         return None if self.radii is None else float((self.radii > self.eps_unit).mean())
 
     def to_json(self) -> dict[str, object]:
-        """Everything but the radii, as plain JSON values."""
+        """Everything but the radii, as plain JSON values. Versions belong to the document that a row is written into."""
         return {
             "env_id": self.env_id,
             "policy": self.policy,
@@ -214,13 +242,47 @@ class EvalResult:
             "mean": self.mean,
             "sem": self.sem,
             "std": self.std,
+            "iqm": self.iqm,
+            "iqm_interval": list(self.iqm_interval),
+            "spread": dict(SPREAD),
+            "protocol": PROTOCOL,
+            "timing": self.timing,
+            "attack_parameters": dict(self.attack_parameters),
             "episodes": len(self.seeds),
             "first_seed": self.seeds[0],
             "returns": [round(float(value), 4) for value in self.returns],
             "steps": int(self.lengths.sum()),
             "changed_share": self.changed_share,
+            "attacked_share": self.attacked_share,
             "certified_share": self.certified_share,
             "queries": self.queries,
             "gradients": self.gradients,
             "seconds": round(self.seconds, 3),
         }
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What a policy does, and how far that can be trusted: numpy scalars for one observation, arrays for a batch.
+
+    ``radius`` is the unit-space l_inf distance within which no change of the observation changes ``action``;
+    ``runner_up`` is the action it would change to first, as far as the scores tell.
+
+    >>> Decision(np.int64(1), np.float64(0.2), np.int64(0)).certified_at(0.1)
+    np.True_
+    """
+
+    action: IntArray | np.int64
+    radius: FloatArray | np.float64
+    runner_up: IntArray | np.int64
+
+    def __post_init__(self) -> None:
+        if not self.action.shape == self.radius.shape == self.runner_up.shape:
+            raise SortRLError(
+                f"Decision: action {self.action.shape}, radius {self.radius.shape} and runner_up "
+                f"{self.runner_up.shape} must be equal shapes."
+            )
+
+    def certified_at(self, eps_unit: float) -> npt.NDArray[np.bool_] | np.bool_:
+        """Whether no perturbation of l_inf size ``eps_unit`` can change the action (a tie is not certified)."""
+        return self.radius > eps_unit

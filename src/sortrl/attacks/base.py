@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from sortrl.errors import SortRLError
 from sortrl.records import AttackResult, Policy
+
+Loss = Callable[[Tensor], Tensor]
+"""Scores (batch, actions) -> one number per state (batch,), which an attack increases."""
+
+WITHOUT_GRADIENT = ("noise", "gaussian", "dropout", "salt-and-pepper", "square")
+"""Names of the attacks that need no gradient, for messages."""
 
 
 @dataclass(frozen=True)
@@ -21,9 +30,11 @@ class Budget:
     hi: Tensor
 
     @classmethod
-    def around(cls, unit: Tensor, eps_unit: float, low: Tensor | None, high: Tensor | None) -> Budget:
+    def around(cls, unit: Tensor, eps_unit: float | Tensor, low: Tensor | None, high: Tensor | None) -> Budget:
+        """``eps_unit``: one number, or one per state (batch,)."""
+        eps = per_state(eps_unit, unit)
         # Corners are rounded towards the clean input, so that |x' - x| <= eps holds in exact arithmetic.
-        exact_lo, exact_hi = unit.double() - eps_unit, unit.double() + eps_unit
+        exact_lo, exact_hi = unit.double() - eps, unit.double() + eps
         lo, hi = exact_lo.float(), exact_hi.float()
         lo = torch.where(lo.double() < exact_lo, torch.nextafter(lo, unit), lo)
         hi = torch.where(hi.double() > exact_hi, torch.nextafter(hi, unit), hi)
@@ -35,9 +46,12 @@ class Budget:
     def project(self, x: Tensor) -> Tensor:
         return torch.minimum(torch.maximum(x, self.lo), self.hi)
 
+    def subset(self, index: Tensor) -> Budget:
+        return Budget(self.lo[index], self.hi[index])
+
 
 class Counter:
-    """Counts what an attack costs: scores and gradients asked for, in states."""
+    """Access to the policy that counts what an attack costs: scores and gradients asked for, in states."""
 
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
@@ -46,66 +60,201 @@ class Counter:
 
     def scores(self, x: Tensor) -> Tensor:
         self.queries += len(x)
-        return self.policy.scores(x)
+        with torch.no_grad():
+            return self.policy.scores(x)
 
-    def gradient(self, x: Tensor, labels: Tensor) -> Tensor:
-        """Gradient of the cross-entropy of the policy's own clean action with respect to the input."""
+    def gradient(self, x: Tensor, loss: Loss, p: float | None = None) -> Tensor:
+        """Gradient of ``loss(scores(x))`` with respect to x; see :meth:`gradient_and_scores`."""
+        return self.gradient_and_scores(x, loss, p)[0]
+
+    def gradient_and_scores(self, x: Tensor, loss: Loss, p: float | None = None) -> tuple[Tensor, Tensor]:
+        """Gradient of ``loss(scores(x))`` with respect to x, and the scores it was taken at, which come for free.
+
+        With ``p``, both are those of the policy's smooth finite-p relative; a policy that has none ignores ``p``.
+        """
         self.gradients += len(x)
         x = x.detach().requires_grad_(True)
+        surrogate = None if p is None else getattr(self.policy, "surrogate_scores", None)
         with torch.enable_grad():
-            loss = functional.cross_entropy(self.policy.scores(x), labels, reduction="sum")
-            (gradient,) = torch.autograd.grad(loss, x)
-        return gradient
+            try:
+                scores = self.policy.scores(x) if surrogate is None else surrogate(x, p)
+            except SortRLError as error:
+                raise SortRLError(f"{error} Attacks without gradient: {', '.join(WITHOUT_GRADIENT)}.") from error
+            if not scores.requires_grad:
+                raise _no_gradient(self.policy)
+            (gradient,) = torch.autograd.grad(loss(scores).sum(), x)
+        return gradient, scores.detach()
 
 
 @dataclass(frozen=True)
 class Target:
-    """What a search is given: the states, the actions to change, the room to do it in, and access to the policy."""
+    """What a search is given: the states, the actions to change, the room to do it in, and access to the policy.
+
+    ``eps`` (batch, 1, ...) broadcasts against ``unit``. ``rows`` are the places of these states in the batch that is
+    under attack, of ``batch`` states in all: :meth:`rand` and :meth:`randn` draw for all of them, so that what a state
+    gets does not depend on which others are still searched for.
+    """
 
     counter: Counter
     unit: Tensor
     clean: Tensor
     budget: Budget
-    eps_unit: float
+    eps: Tensor
     generator: torch.Generator | None
+    rows: Tensor
+    batch: int
+
+    def __len__(self) -> int:
+        return len(self.unit)
+
+    def subset(self, index: Tensor) -> Target:
+        """The same target for some of its states: ``index`` are their numbers, or a mask."""
+        return replace(
+            self,
+            unit=self.unit[index],
+            clean=self.clean[index],
+            budget=self.budget.subset(index),
+            eps=self.eps[index],
+            rows=self.rows[index],
+        )
+
+    def project(self, x: Tensor) -> Tensor:
+        """The nearest allowed inputs."""
+        return self.budget.project(x)
+
+    def changed(self, x: Tensor) -> Tensor:
+        """Which of the inputs ``x`` (one per state) change the action; counts as queries."""
+        return self.counter.scores(x).argmax(1) != self.clean
+
+    def rand(self, *shape: int) -> Tensor:
+        """Uniform draws from [0, 1) of shape (states, *shape)."""
+        return torch.rand(self.batch, *shape, generator=self.generator)[self.rows]
+
+    def randn(self, *shape: int) -> Tensor:
+        """Normal draws of shape (states, *shape)."""
+        return torch.randn(self.batch, *shape, generator=self.generator)[self.rows]
+
+    def uniform(self) -> Tensor:
+        """One point per state, uniform in its eps ball; not yet projected to the valid range."""
+        return self.unit + self.eps * (2 * self.rand(*self.unit.shape[1:]) - 1)
 
 
 class Attack(ABC):
     """Searches, state by state, for an input within eps that changes the policy's action."""
 
-    name: str
+    @property
+    @abstractmethod
+    def name(self) -> str:
+        """What tables and messages call it; a class attribute or a property made from the parameters."""
+
+    @property
+    def needs_gradient(self) -> bool:
+        """Whether the policy must be differentiable; a class attribute in those that do not need it."""
+        return True
 
     def __call__(
         self,
-        policy: Policy,
+        policy: Policy | Any,
         unit: Tensor,
-        eps_unit: float,
+        eps_unit: float | Tensor,
         low: Tensor | None = None,
         high: Tensor | None = None,
         generator: torch.Generator | None = None,
     ) -> AttackResult:
-        """Attack a batch of unit-space inputs. ``low`` and ``high`` bound the valid observations (unit space)."""
-        if not eps_unit >= 0:
-            raise SortRLError(f"{self.name}: eps is {eps_unit}, expected a number >= 0 in the policy's input units.")
-        if unit.shape[1:] != policy.obs_shape:
-            raise SortRLError(
-                f"{self.name}: inputs have shape {tuple(unit.shape)}, expected (batch, {', '.join(map(str, policy.obs_shape))})."
-            )
-        counter = Counter(policy)
-        with torch.no_grad():
-            clean = counter.scores(unit).argmax(1)
+        """Attack a batch of unit-space inputs (float32), each within ``eps_unit``: one number, or one per state.
+
+        ``low`` and ``high`` bound the valid observations (unit space). An attack without gradient also takes any
+        object with ``predict(obs)``; its raw observations then are the unit space.
+        """
+        agent = self._agent(policy, unit)
+        eps = self._checked_eps(unit, eps_unit, agent.obs_shape)
+        counter = Counter(agent)
+        clean = counter.scores(unit).argmax(1)
+        found = unit
+        if len(unit) > 0 and bool((eps > 0).any()):
             budget = Budget.around(unit, eps_unit, low, high)
-            found = unit
-            if eps_unit > 0 and len(unit) > 0:
-                found = budget.project(self.search(Target(counter, unit, clean, budget, eps_unit, generator)))
-            action = counter.scores(found).argmax(1)
-        distance = (found.double() - unit.double()).abs().amax() if len(unit) else torch.zeros(())
-        if not float(distance) <= eps_unit:
-            raise SortRLError(
-                f"{self.name}: a perturbation of {float(distance)} exceeds the budget {eps_unit}; the attack is broken."
-            )
+            with torch.no_grad():
+                rows = torch.arange(len(unit))
+                target = Target(counter, unit, clean, budget, eps.float(), generator, rows, len(unit))
+                found = budget.project(self.search(target).detach())
+        excess = (found.double() - unit.double()).abs() - eps
+        if not bool((excess <= 0).all()):  # NaN must not pass
+            raise SortRLError(f"{self.name}: a perturbation exceeds its budget by {float(excess.max())}; it is broken.")
+        action = counter.scores(found).argmax(1)
         return AttackResult(found, clean.numpy(), action.numpy(), counter.queries, counter.gradients)
 
     @abstractmethod
     def search(self, target: Target) -> Tensor:
-        """Propose perturbed inputs, one per state; the caller projects them."""
+        """Propose perturbed inputs, one per state; the caller projects and judges them."""
+
+    def _agent(self, policy: Policy | Any, unit: Tensor) -> Policy:
+        if isinstance(policy, Policy):
+            return policy
+        if not callable(getattr(policy, "predict", None)):
+            raise SortRLError(
+                f"{self.name}: cannot attack a {type(policy).__name__}; expected a SortPolicy, a Teacher or any object "
+                "with predict(obs). Wrap an agent with sortrl.teachers.load_teacher."
+            )
+        if self.needs_gradient:
+            raise _no_gradient(policy)
+        return OnlyActions(policy, tuple(unit.shape[1:]))
+
+    def _checked_eps(self, unit: Tensor, eps_unit: float | Tensor, obs_shape: tuple[int, ...]) -> Tensor:
+        """The budgets as float64 that broadcasts against ``unit``; refuses wrong inputs."""
+        if tuple(unit.shape[1:]) != tuple(obs_shape) or unit.ndim == 0 or unit.dtype != torch.float32:
+            raise SortRLError(
+                f"{self.name}: inputs are {unit.dtype} of shape {tuple(unit.shape)}, expected (batch, "
+                f"{', '.join(map(str, obs_shape))}) in torch.float32; policy.normalize(obs) gives them."
+            )
+        if isinstance(eps_unit, Tensor) and eps_unit.ndim > 0 and eps_unit.shape != unit.shape[:1]:
+            raise SortRLError(
+                f"{self.name}: eps has shape {tuple(eps_unit.shape)}, expected one number or shape ({len(unit)},)."
+            )
+        eps = per_state(eps_unit, unit)
+        wrong = ~((eps >= 0) & torch.isfinite(eps))
+        if bool(wrong.any()):
+            raise SortRLError(
+                f"{self.name}: eps is {float(eps[wrong][0])}, expected a finite number >= 0 in the policy's input units."
+            )
+        return eps
+
+
+class OnlyActions:
+    """An object of which only ``predict`` is known, as a policy: raw observations are its unit space, scores are one-hot."""
+
+    def __init__(self, agent: Any, obs_shape: tuple[int, ...]) -> None:
+        self.agent = agent
+        self.obs_shape = obs_shape
+        self.n_actions = 2  # grows with the actions seen
+
+    def normalize(self, obs: npt.ArrayLike | Tensor) -> Tensor:
+        return torch.as_tensor(np.asarray(obs), dtype=torch.float32)
+
+    def scores(self, unit: Tensor) -> Tensor:
+        answer = self.agent.predict(unit.numpy())
+        actions = np.asarray(answer[0] if isinstance(answer, tuple) else answer)  # Stable-Baselines3: (actions, state)
+        if actions.shape != (len(unit),) or not np.issubdtype(actions.dtype, np.integer) or (actions < 0).any():
+            raise SortRLError(
+                f"{type(self.agent).__name__}.predict returned {actions.dtype} of shape {actions.shape} for {len(unit)} "
+                f"observations; expected one action (0, 1, ...) each, shape ({len(unit)},)."
+            )
+        self.n_actions = max(self.n_actions, int(actions.max(initial=0)) + 1)
+        return torch.nn.functional.one_hot(torch.from_numpy(actions.astype(np.int64)), self.n_actions).float()
+
+
+def per_state(eps_unit: float | Tensor, unit: Tensor) -> Tensor:
+    """Budgets as float64 of shape (batch, 1, ...), which broadcasts against ``unit``."""
+    eps = torch.as_tensor(eps_unit, dtype=torch.float64)
+    return eps.expand(len(unit)).reshape(-1, *[1] * (unit.ndim - 1))
+
+
+def like(mask: Tensor, x: Tensor) -> Tensor:
+    """A mask over states, shaped to broadcast against their inputs."""
+    return mask.reshape(-1, *[1] * (x.ndim - 1))
+
+
+def _no_gradient(policy: Any) -> SortRLError:
+    return SortRLError(
+        f"{type(policy).__name__} has no gradient: its scores cannot be differentiated. Use an attack that needs none "
+        f"({', '.join(WITHOUT_GRADIENT)}), or give the agent as a torch module or a Stable-Baselines3 zip."
+    )

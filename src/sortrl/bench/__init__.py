@@ -21,9 +21,10 @@ import torch
 
 from sortrl import files
 from sortrl.bench import growth, operators, policies
+from sortrl.bench.attacked import attacked_play
 from sortrl.bench.operators import Shape
 from sortrl.bench.policies import Size
-from sortrl.bench.timing import SLOW_REPEATS, SLOW_S
+from sortrl.bench.timing import ENDLESS_S, SLOW_REPEATS, SLOW_S
 from sortrl.errors import SortRLError
 from sortrl.ops import cpu
 
@@ -41,6 +42,7 @@ class Plan:
     larger: tuple[Shape, ...] = ((512, 1280, 1280), (512, 7056, 1280))
     policy: Size = field(default_factory=Size)
     inference_batches: tuple[int, ...] = (1, 64)
+    attacked: Size = field(default_factory=lambda: Size(batch=64))
     scaling_middle: Shape = (512, 640, 640)
     scaling_sizes: tuple[int, ...] = (64, 128, 256, 512, 1024)
     compiled: bool = True
@@ -51,6 +53,7 @@ QUICK = Plan(
     larger=((8, 40, 40),),
     policy=Size(width=24, depth=3, batch=16),
     inference_batches=(1, 4),
+    attacked=Size(width=24, depth=3, batch=4),
     scaling_middle=(8, 16, 16),
     scaling_sizes=(16, 256),
     compiled=False,
@@ -86,11 +89,14 @@ def _run(plan: Plan, quick: bool, repeats: int, progress: Callable[[str], None])
     for batch in plan.inference_batches:
         rows.append(operators.measure(policies.inference(plan.policy, batch), repeats, limits))
         progress(_line(rows[-1]))
+    rows.append(attacked_play(plan.attacked, repeats))
+    progress(_line(rows[-1]))
     scaling = growth.scaling(plan.scaling_middle, plan.scaling_sizes, repeats, generator)
     progress("scaling measured")
     memory = growth.memory(plan.policy)
     progress("memory measured")
-    config = {"repeats": repeats, "slow_s": SLOW_S, "slow_repeats": SLOW_REPEATS, "seed": SEED, "quick": quick}
+    slow = {"slow_s": SLOW_S, "slow_repeats": SLOW_REPEATS, "endless_s": ENDLESS_S}
+    config = {"repeats": repeats, **slow, "seed": SEED, "quick": quick}
     return {"machine": machine(), "config": config, "cases": rows, "scaling": scaling, "memory": memory}
 
 

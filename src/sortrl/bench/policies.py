@@ -61,9 +61,9 @@ class Step:
         return scores.detach()
 
 
-def make_policy(size: Size, seed: int = 0) -> SortPolicy:
+def make_policy(size: Size, seed: int = 0, inputs: int = INPUTS, actions: int = ACTIONS) -> SortPolicy:
     """A policy with reproducible random weights."""
-    policy = SortPolicy((INPUTS,), ACTIONS, size.width, size.depth)
+    policy = SortPolicy((inputs,), actions, size.width, size.depth)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for layer in policy.layers:

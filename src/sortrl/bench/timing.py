@@ -12,6 +12,7 @@ from torch import Tensor
 
 SLOW_S = 0.5  # a call this long needs no warm-up of its own ...
 SLOW_REPEATS = 3  # ... and is timed this often at most
+ENDLESS_S = 20.0  # a call this long is timed once
 SHORT_S = 0.01  # shorter calls are timed several in a row
 PAUSE_S = 0.02  # idle worker threads of one contender may spin this long; they must not disturb the next
 TOLERANCE = 1e-3  # results may differ this much, relative to the largest entry, before a note says so
@@ -49,7 +50,7 @@ def take_turns(
         each_turn()
         for name, contender in {"ours": ours, **rivals}.items():
             best = timing.best_s.get(name, math.inf)
-            if best is None or (turn >= SLOW_REPEATS and math.inf > best > SLOW_S):
+            if best is None or (best < math.inf and turn >= _most_turns(best)):
                 continue
             time.sleep(PAUSE_S)
             try:
@@ -67,6 +68,12 @@ def take_turns(
                 continue
             timing.best_s[name] = min(best, seconds)
     return timing
+
+
+def _most_turns(best_s: float) -> float:
+    if best_s > ENDLESS_S:
+        return 1
+    return SLOW_REPEATS if best_s > SLOW_S else math.inf
 
 
 def _first_call(name: str, contender: Contender, timing: Timing) -> tuple[float, int]:
