@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from sortrl import ops
 from sortrl.errors import SortRLError
 from sortrl.nets import AveragePool, Crop, MeanShift, Scale, SortLinear, SortPolicy, truncated_mix
+from sortrl.nets.bounds import rounding_error, stages, traced_scores
 from sortrl.normalizer import Normalizer
 
 networks = st.fixed_dictionaries(
@@ -131,7 +132,7 @@ def test_rounding_errors_stay_within_the_slack():
         x = 3 * torch.randn(200, 6)
         exact = copy.deepcopy(policy).double()
         error = (policy.scores(x).double() - exact.scores(x.double())).abs().amax(1)
-        bound = policy._rounding_error(3.0 * x.abs().amax(1).double() + 10)
+        bound = rounding_error(stages(policy), traced_scores(policy, x)[1])
         assert (error <= bound).all()
         assert bound.max() < 0.01
 

@@ -61,12 +61,9 @@ class Normalizer(nn.Module):
             raise SortRLError(
                 f"Observations have shape {tuple(observations.shape)}, expected (batch, {', '.join(map(str, self.obs_shape))})."
             )
-        unit = (
-            ((observations.to(self.mean.device, torch.float64) - self.mean) / self.scale)
-            .clamp(-self.clip, self.clip)
-            .float()
-        )
-        if not torch.isfinite(unit).all():
+        exact = (observations.to(self.mean.device, torch.float64) - self.mean) / self.scale
+        unit = exact.clamp(-self.clip, self.clip).float()
+        if not (torch.isfinite(exact).all() and torch.isfinite(unit).all()):  # a clip would hide an infinity
             raise SortRLError(
                 "Observations contain NaN or infinity; no decision can be certified for them. Check the sensor or the environment."
             )

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -16,13 +17,13 @@ from torch import Tensor, nn
 
 from sortrl.errors import SortRLError
 from sortrl.files import read_tensors, write_tensors
+from sortrl.nets.bounds import ErrorBound, FrontEnd, decide_one, error_bound, margin_radius, traced_scores
 from sortrl.nets.layers import AveragePool, Crop, MeanShift, Scale, SortLinear
 from sortrl.normalizer import Normalizer
-from sortrl.records import Certificate
+from sortrl.records import Certificate, Decision
 
 FORMAT_VERSION = 1
 FILE_NAME = "policy.safetensors"
-UNIT_ROUNDOFF = 2.0**-24  # of float32
 
 
 @dataclass(frozen=True)
@@ -60,14 +61,6 @@ class PolicyConfig:
             raise SortRLError(
                 f"SortPolicy: crop and pool need images (channels, height, width), not observations of shape {self.obs_shape}."
             )
-
-
-class FrontEnd(Protocol):
-    """A sequence of Lipschitz front ends that can be called as one."""
-
-    def __call__(self, unit: Tensor) -> Tensor: ...
-
-    def __iter__(self) -> Iterator[Crop | AveragePool | Scale]: ...
 
 
 class SortPolicy(nn.Module):
@@ -127,6 +120,7 @@ class SortPolicy(nn.Module):
         self.bias = nn.Parameter(torch.zeros(self.n_actions))
         self.mu = nn.Parameter(torch.ones(()))  # temperature of the cross-entropy; never part of a margin
         self.register_buffer("p", torch.tensor(8.0, dtype=torch.float64))
+        self._bound: tuple[list[tuple[int, int]], ErrorBound, list[Tensor]] | None = None
 
     @property
     def obs_shape(self) -> tuple[int, ...]:
@@ -220,35 +214,37 @@ class SortPolicy(nn.Module):
     def certify_unit(self, unit: Tensor) -> Certificate:
         """Certificates for unit-space inputs: (margin - rounding) / (2 L), 0 for a tie.
 
-        Both evaluations, of the state and of its perturbed twin, are rounded; see :meth:`_rounding_error`.
+        No float32 input within the radius, its border included, changes the arg-max of the scores as they are computed:
+        every rounding, of the state and of its perturbed twin, is accounted for (docs/certificates.md).
         """
-        x = self.front(unit).flatten(1)
-        magnitude = unit.flatten(1).abs().amax(1) * max(1.0, self._front_lipschitz)
-        for layer, shift in zip(self.layers, self.shifts, strict=False):
-            y = layer(x)
-            x = shift(y)
-            magnitude = torch.maximum(magnitude, torch.maximum(y.amax(1), x.abs().amax(1)))
-        y = self.layers[-1](x)
-        scores = -(y + self.bias)
-        magnitude = torch.maximum(magnitude, torch.maximum(y.amax(1), scores.abs().amax(1)))
-        best = scores.topk(2, dim=1)
-        margin = (best.values[:, 0].double() - best.values[:, 1].double()).clamp(min=0.0)
-        lipschitz = self.lipschitz
-        grown = magnitude.double() + margin / 2 * max(1.0, 1.0 / lipschitz)  # at most, for an input within the radius
-        slack = self._rounding_error(magnitude.double()) + self._rounding_error(grown)
-        radius = ((margin - 2 * slack) / (2 * lipschitz)).clamp(min=0.0)
-        return Certificate(best.indices[:, 0].numpy(), radius.numpy(), best.indices[:, 1].numpy())
+        if tuple(unit.shape[1:]) != self.obs_shape or unit.ndim == 0 or not bool(torch.isfinite(unit).all()):
+            raise SortRLError(
+                f"certify: inputs of shape {tuple(unit.shape)}, expected (batch, {', '.join(map(str, self.obs_shape))}) "
+                "without NaN or infinity; no decision can be certified for anything else."
+            )
+        return Certificate(*self._decide(unit))
 
-    def _rounding_error(self, magnitude: Tensor) -> Tensor:
-        """A bound on the error of each float32 score when inputs (scaled) and activations are at most ``magnitude``.
+    def _decide(self, unit: Tensor) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64], npt.NDArray[np.int64]]:
+        """Action, radius and runner-up of finite inputs; of equal scores the first action comes first."""
+        scores, magnitudes = traced_scores(self, unit)
+        falling = -scores.cpu().numpy().astype(np.float64)
+        order = falling.argsort(1, kind="stable")
+        falling.sort(1)
+        if not math.isfinite(falling.sum()):
+            raise _overflow(unit)
+        margin = falling[:, 1] - falling[:, 0]
+        return order[:, 0], margin_radius(self.error_bound(), magnitudes.cpu().numpy(), margin), order[:, 1]
 
-        Per layer: one subtraction, K products and K sums on distances of at most magnitude / mix_0, and one shift,
-        each with relative error u; layers do not amplify what comes in. The factor 2 covers second-order terms.
+    def error_bound(self) -> ErrorBound:
+        """Lipschitz constant and rounding errors: what certificates need of the fixed parts of the network.
+
+        Found anew when a part or a tensor behind it was replaced or written to: a stale bound would be an unsound one.
         """
-        operations = 1.0 + sum(part.roundings for part in self.front)
-        for layer in self.layers:
-            operations += (2 * len(layer.mix) + 1) / float(layer.mix[0]) + 1
-        return 2 * UNIT_ROUNDOFF * operations * magnitude
+        tensors = [tensor for part in (*self.front, *self.layers) for tensor in part._buffers.values()]
+        state = [(id(tensor), -1 if tensor.is_inference() else tensor._version) for tensor in tensors]
+        if self._bound is None or self._bound[0] != state:
+            self._bound = state, error_bound(self), tensors  # kept, so that no other tensor gets their addresses
+        return self._bound[1]
 
     @torch.no_grad()
     def predict(
@@ -263,6 +259,43 @@ class SortPolicy(nn.Module):
         single = obs.shape == self.obs_shape
         actions = self.scores(self.normalize(obs[None] if single else obs)).argmax(1).numpy()
         return (actions[0] if single else actions), state
+
+    @torch.no_grad()
+    def predict_certified(self, observation: npt.ArrayLike) -> Decision:
+        """Actions for raw observations, one or a batch, each with its certificate: the cost of one :meth:`predict`.
+
+        >>> decision = SortPolicy((4,), 2, width=16, depth=3).predict_certified(np.zeros(4))
+        >>> float(decision.radius) >= 0, int(decision.action) + int(decision.runner_up)
+        (True, 1)
+        """
+        obs = np.asarray(observation)
+        if obs.shape == self.obs_shape:
+            unit = self.normalize(obs[None])
+            action, radius, runner_up, margin = decide_one(self, self.error_bound(), unit)
+            if not math.isfinite(margin):
+                raise _overflow(unit)
+            return Decision(np.int64(action), np.float64(radius), np.int64(runner_up))
+        return Decision(*self._decide(self.normalize(obs)))
+
+    def as_classifier(self) -> nn.Module:
+        """A frozen copy as a plain module, unit-space inputs (batch, *obs_shape) to scores, for libraries of attacks.
+
+        For example ``foolbox.PyTorchModel(policy.as_classifier(), bounds=(lo, hi))``, or ``PyTorchClassifier`` of the
+        Adversarial Robustness Toolbox. A copy: such libraries differentiate parameters and set training mode.
+
+        >>> SortPolicy((4,), 2, width=16, depth=3).as_classifier()(torch.zeros(5, 4)).shape
+        torch.Size([5, 2])
+        """
+        return _Classifier(copy.deepcopy(self)).eval().requires_grad_(False)
+
+    def export_onnx(self, path: str | Path) -> None:
+        """Write the evaluation network as ONNX: raw observation in; action, scores and certified radius out.
+
+        See :func:`sortrl.nets.export.export_onnx`.
+        """
+        from sortrl.nets.export import export_onnx  # it knows this class, and few users need it
+
+        export_onnx(self, path)
 
     def save(self, path: str | Path) -> None:
         """Write ``policy.safetensors`` into the directory ``path``: weights and, as metadata, the configuration."""
@@ -304,3 +337,18 @@ class SortPolicy(nn.Module):
     @classmethod
     def from_config(cls, config: PolicyConfig, normalizer: Normalizer | None = None) -> SortPolicy:
         return cls(normalizer=normalizer, **vars(replace(config)))
+
+
+class _Classifier(nn.Module):
+    """The evaluation network of a policy behind ``forward``."""
+
+    def __init__(self, policy: SortPolicy) -> None:
+        super().__init__()
+        self.policy = policy
+
+    def forward(self, unit: Tensor) -> Tensor:
+        return self.policy.scores(unit)
+
+
+def _overflow(unit: Tensor) -> SortRLError:
+    return SortRLError(f"certify: scores overflow for inputs of up to {float(unit.abs().max()):.3g}; scale them.")

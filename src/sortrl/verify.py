@@ -1,0 +1,210 @@
+"""An independent check of certificate files: plain NumPy in float64, written from the definition and sharing no code.
+
+It reads the safetensors files itself, computes every score again and asks, per state: is the action the arg-max, is the
+radius at most margin / (2 L), do the weights have the stated hash?
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from sortrl.errors import SortRLError
+
+FORMAT = "sortrl-certificates-1"
+Array = npt.NDArray[Any]
+Doubles = npt.NDArray[np.float64]
+_TYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "I64": "<i8", "I32": "<i4", "U8": "|u1", "BOOL": "|b1"}
+_LARGEST_HEADER = 100_000_000
+_DISTANCES_AT_ONCE = 1 << 23
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What was checked and what is wrong, one line each."""
+
+    states: int
+    lipschitz: float
+    failures: tuple[str, ...]
+    smallest_spare: float
+    """The least of margin / (2 L) - radius over the states: what rounding slack was kept."""
+
+    @property
+    def ok(self) -> bool:
+        return not self.failures
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON values; what could not be computed is null."""
+        spare = self.smallest_spare if math.isfinite(self.smallest_spare) else None
+        return {**vars(self), "failures": list(self.failures), "smallest_spare": spare, "ok": self.ok}
+
+
+@dataclass(frozen=True)
+class _Network:
+    """The evaluation network as its file describes it."""
+
+    crop: tuple[int, int, int, int]
+    pool: int
+    factor: Doubles
+    weights: list[Doubles]
+    means: list[Doubles]
+    mixes: list[Doubles]
+    bias: Doubles
+
+    @property
+    def lipschitz(self) -> float:
+        return float(self.factor.max()) * math.prod(math.fsum(mix) for mix in self.mixes)
+
+    def scores(self, states: Doubles) -> Doubles:
+        x = states
+        top, bottom, left, right = self.crop
+        if any(self.crop):
+            x = x[..., top : x.shape[-2] - bottom, left : x.shape[-1] - right]
+        if self.pool > 1:
+            x = _pooled(x, self.pool)
+        x = (x * self.factor).reshape(len(x), -1)
+        for weight, mix, mean in zip(self.weights, self.mixes, [*self.means, -self.bias], strict=True):
+            x = _sort_layer(x, weight, mix) - mean
+        return -x
+
+
+def verify(path: str | Path, policy: str | Path | None = None) -> Verdict:
+    """Check a file of certificates; ``policy`` overrides where the policy's file is."""
+    tensors, metadata = read_safetensors(Path(path))
+    if metadata.get("format") != FORMAT:
+        raise SortRLError(f"{path}: format {metadata.get('format')!r}, expected {FORMAT}. It holds no certificates.")
+    file = Path(path).parent / str(metadata["policy"]) if policy is None else Path(policy)
+    file = file / "policy.safetensors" if file.is_dir() else file
+    weights, description = read_safetensors(file)
+    try:
+        stored = [tensors[f"mix.{index}"] for index in range(int(description["config"]["depth"]))]
+        network = _network(weights, description["config"], stored)
+        states, action, radius = (tensors[name] for name in ("states", "action", "radius"))
+    except (KeyError, TypeError, ValueError) as error:
+        raise SortRLError(f"{path} or {file} lacks something ({error!r}). Write the certificates again.") from error
+    failures = []
+    digest = _hash(weights)
+    if digest != metadata.get("weights_sha256"):
+        failures.append(f"{file} has weights {digest[:12]}…, the certificates are of {metadata.get('weights_sha256')}")
+    failures += _wrong_mixes(stored, weights, description["config"])
+    wrong, spare = _wrong_states(network, states.astype(np.float64), action, radius.astype(np.float64))
+    return Verdict(len(states), network.lipschitz, (*failures, *wrong), spare)
+
+
+def _wrong_states(network: _Network, states: Doubles, action: Array, radius: Doubles) -> tuple[list[str], float]:
+    if not len(states) == len(action) == len(radius):
+        return [f"{len(states)} states, {len(action)} actions and {len(radius)} radii: not one each"], math.nan
+    if not len(states):
+        return [], math.inf
+    if not np.isfinite(states).all():
+        return ["a state contains NaN or infinity"], math.nan
+    scores, rows = network.scores(states), np.arange(len(states))
+    best = scores.argmax(1)
+    others = scores.copy()
+    others[rows, best] = -np.inf
+    bound = (scores[rows, best] - others.max(1)) / (2.0 * network.lipschitz)
+    lines = []
+    for i in rows:
+        if not (np.isfinite(radius[i]) and radius[i] >= 0):
+            lines.append(f"state {i}: its radius is {radius[i]}")
+        elif best[i] != action[i] and (radius[i] > 0 or scores[i, action[i]] < scores[i, best[i]] - _tie(scores[i])):
+            lines.append(f"state {i}: action {action[i]} is stated, the scores say {best[i]}")
+        elif radius[i] > bound[i]:
+            lines.append(f"state {i}: radius {radius[i]:.9g} is stated, margin / (2 L) is {bound[i]:.9g}")
+    return lines, float((bound - radius).min())
+
+
+def _tie(scores: Doubles) -> float:
+    """Without a certificate the float32 policy may see a near-tie the other way round."""
+    return 1e-3 * float(1.0 + np.abs(scores).max())
+
+
+def _network(weights: dict[str, Array], config: dict[str, Any], mixes: list[Array]) -> _Network:
+    def double(name: str) -> Doubles:
+        return weights[name].astype(np.float64)
+
+    depth = int(config["depth"])
+    factors = [name for name in weights if name.startswith("front.") and name.endswith(".factor")]
+    top, bottom, left, right = (int(border) for border in config["crop"])
+    return _Network(
+        crop=(top, bottom, left, right),
+        pool=int(config["pool"]),
+        factor=double(factors[0]) if factors else np.ones(1),
+        weights=[double(f"layers.{index}.weight") for index in range(depth)],
+        means=[double(f"shifts.{index}.running_mean") for index in range(depth - 1)],
+        mixes=[mix.astype(np.float64) for mix in mixes],
+        bias=double("bias"),
+    )
+
+
+def _wrong_mixes(mixes: list[Array], weights: dict[str, Array], config: dict[str, Any]) -> list[str]:
+    """The mix of a layer is (1 - rho) rho^j, cut and scaled to sum to 1; the first layer's is a plain maximum."""
+    lines = []
+    for index, mix in enumerate(mixes):
+        rho, fan_in = float(config["rho"]) if index else 0.0, weights[f"layers.{index}.weight"].shape[1]
+        expected = (1.0 - rho) * rho ** np.arange(len(mix), dtype=np.float64)
+        expected /= expected.sum()
+        if len(mix) > fan_in or (mix < 0).any() or np.abs(mix - expected).max() > 1e-6 or math.fsum(mix) > 1.0:
+            lines.append(f"mix of layer {index}: not that of rho = {rho:g} with sum at most 1")
+    return lines
+
+
+def _sort_layer(x: Doubles, weight: Doubles, mix: Doubles) -> Doubles:
+    """y[b, k] = sum_j mix[j] * (j-th largest of |x[b] - weight[k]|), a few rows at a time."""
+    y = np.empty((len(x), len(weight)))
+    rows = max(1, _DISTANCES_AT_ONCE // weight.size)
+    cut = weight.shape[1] - len(mix)
+    for begin in range(0, len(x), rows):
+        distance = np.abs(x[begin : begin + rows, None, :] - weight[None])
+        largest = np.partition(distance, cut, axis=2)[..., cut:] if cut else distance
+        y[begin : begin + rows] = np.sort(largest, axis=2)[..., ::-1] @ mix
+    return y
+
+
+def _pooled(x: Doubles, size: int) -> Doubles:
+    batch, channels, height, width = x.shape
+    rows, columns = height // size, width // size
+    blocks = x[..., : rows * size, : columns * size].reshape(batch, channels, rows, size, columns, size)
+    return np.asarray(blocks.mean(axis=(3, 5)))
+
+
+def _hash(tensors: dict[str, Array]) -> str:
+    digest = hashlib.sha256()
+    for name in sorted(tensors):
+        array = tensors[name]
+        digest.update(f"{name}:{array.dtype.str}:{list(array.shape)};".encode())
+        digest.update(array.tobytes())
+    return digest.hexdigest()
+
+
+def read_safetensors(path: Path) -> tuple[dict[str, Array], dict[str, Any]]:
+    """Tensors and metadata of a safetensors file: the length of a JSON header, the header, the bytes."""
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise SortRLError(f"Cannot read {path}: {error.strerror or error}.") from error
+    try:
+        size = int.from_bytes(content[:8], "little")
+        if not 0 < size <= min(len(content) - 8, _LARGEST_HEADER):
+            raise ValueError("its header is cut off")
+        header = json.loads(content[8 : 8 + size])
+        data = memoryview(content)[8 + size :]
+        metadata = json.loads(header.pop("__metadata__", {}).get("sortrl", "{}"))
+        tensors = {name: _tensor(entry, data) for name, entry in header.items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise SortRLError(f"{path} is not a readable safetensors file ({error}). It may be damaged.") from error
+    return tensors, metadata
+
+
+def _tensor(entry: dict[str, Any], data: memoryview) -> Array:
+    begin, end = entry["data_offsets"]
+    if not 0 <= begin <= end <= len(data):
+        raise ValueError("a tensor lies outside the file")
+    return np.frombuffer(data[begin:end], dtype=_TYPES[entry["dtype"]]).reshape(entry["shape"])
