@@ -27,9 +27,13 @@ SMALL = {
     "batch": 256,
     "lambda_end": 0.3,
     "collect": CollectConfig(states=6000),
+    "smoothing": 0.0,
+    "dagger_rounds": 1,
     "dagger_states": 2000,
     "episodes": 4,
     "eps_grid": (0.0, 0.05),
+    "suite": ("noise", "learned"),
+    "adversary_steps": 8192,
 }
 
 

@@ -268,6 +268,7 @@ def _paths(value, prefix=()):
 
 
 UNREAD = {"loss", "cross_entropy", "rho", "scale", "algorithm", "env_id", "first_seed", "returns", "steps", "queries"}
+UNREAD |= {"iqm", "iqm_interval", "spread", "protocol", "timing", "attack_parameters", "attacked_share"}
 UNREAD |= {"gradients", "seconds"}  # they may be there, and are only shown in the details
 NULLABLE = {"max_steps", "unit_to_raw", "source", "dagger_states", "held_out_states", "agreement", "certified"}
 NULLABLE |= {"certified_share", "episode", "fully_certified_episodes"}
@@ -277,7 +278,7 @@ FREE_FORM = ("versions", "machine", "stage_seconds", "config")
 def _is_needed(path):
     if path[0] in FREE_FORM:
         return len(path) == 1 or path == ("config", "eps")
-    return path[-1] not in UNREAD and (path[0] == "training" or path[-1] not in NULLABLE)
+    return not UNREAD.intersection(path) and (path[0] == "training" or path[-1] not in NULLABLE)
 
 
 def _changed(results, path, value=None, drop=False):

@@ -130,56 +130,233 @@ def evaluate(
         write_json(json, rows)
 
 
+def attack(
+    run: Annotated[Path, tyro.conf.Positional],
+    suite: Literal["quick", "paper", "auto", "full"] = "quick",
+    eps: tuple[float, ...] = (0.1,),
+    episodes: int = 20,
+    seed: int = 0,
+    check: bool = False,
+    threads: int | None = None,
+    json: Path | None = None,
+) -> None:
+    """Attack student and teacher in many ways; the worst return counts.
+
+    Args:
+        run: Directory of a run.
+        suite: quick (a few attacks), paper (the literature's), auto (strongest per action), full (all, noises, timed, trained adversary).
+        eps: Perturbation sizes, in the policy's input units.
+        episodes: Episodes per point; the same for every agent and attack.
+        seed: Chooses the episodes.
+        check: Also tell robustness from masked gradients by common-sense checks; exit code 1 if one fails.
+        threads: Threads to use [all cores].
+        json: Write the result here, point by point; the same command goes on where it was stopped.
+    """
+    from sortrl.checks import check_run
+    from sortrl.pipeline import open_run
+    from sortrl.suite import evaluate_suite, table
+
+    _use_threads(threads)
+    env_id, policy, teacher = open_run(run)
+    result = evaluate_suite(
+        policy, teacher, env_id, suite, eps, episodes, seed, path=json, quiet=not sys.stderr.isatty()
+    )
+    print(table(result))
+    if not check:
+        return
+    checks = check_run(policy, env_id, max(eps), seed=seed)
+    print(f"\nchecks on states of the student, eps {max(eps):g}:")
+    for one in checks:
+        print(f"  {'ok  ' if one.passed else 'FAIL'}  {one.name}: {one.evidence}")
+    if not all(one.passed for one in checks):
+        sys.exit(1)
+
+
 def certify(
     run: Annotated[Path, tyro.conf.Positional],
     eps: tuple[float, ...] = (0.02, 0.05, 0.1, 0.2),
     episodes: int = 30,
     seed: int = 0,
+    attack: str = "pgd-10",
+    return_episodes: int = 10,
+    budget: int = 1000,
     threads: int | None = None,
+    save: Path | None = None,
     json: Path | None = None,
 ) -> None:
-    """Certified share of the states of clean episodes (ACR), and of whole episodes, at each eps.
+    """Certified share of the states of clean episodes (ACR), of whole episodes, and the return that is proven, at each eps.
+
+    Writes certificate.png into the run: certified share, radii, proven return beside the attacked one, and pictures of the
+    states where the policy is least certain.
 
     Args:
         run: Directory of a run.
         eps: Perturbation sizes, in the policy's input units.
         episodes: Clean episodes to play.
         seed: Chooses the episodes.
+        attack: What to compare the proven return with, or none.
+        return_episodes: Episodes, the first of those, of which the return is bounded and attacked.
+        budget: Simulated steps per episode in the search for the worst return that can be forced.
         threads: Threads to use [all cores].
+        save: Write the certificate of every visited state here; sortrl verify checks such a file.
         json: Write the figures here.
     """
-    import numpy as np
-
-    from sortrl.certify import certificate_summary, certified_shares, fully_certified_episodes
+    from sortrl import attacks
+    from sortrl.certification import FIGURE, certification
     from sortrl.envs import describe
-    from sortrl.evaluate import evaluate as play
     from sortrl.files import write_json
     from sortrl.pipeline import open_run
     from sortrl.progress import stage
 
     _use_threads(threads)
     env_id, policy, _ = open_run(run)
-    with stage("Playing clean episodes", quiet=not sys.stderr.isatty()) as progress:
-        clean = play(policy, env_id, episodes=episodes, seed=seed, name="student", progress=progress)
-    whole = [fully_certified_episodes(clean, size) for size in eps]
-    print(f"{clean.mean:.1f} ± {clean.sem:.1f} clean return, {int(clean.lengths.sum())} states\n")
-    print(f"{'eps':>8}{'states certified':>19}{'episodes certified':>21}")
-    for size, share, episode_share in zip(eps, certified_shares(clean, eps), whole, strict=True):
-        print(f"{size:>8g}{share:>19.1%}{episode_share:>21.1%}")
-    median = float(np.median(np.asarray(clean.radii)))
-    print(f"\nmedian radius {median:.4g} in input units; in raw units:")
-    for name, scale in zip(describe(env_id).obs_names, policy.normalizer.scale.flatten().tolist(), strict=True):
-        print(f"  {name:<24} ± {median * scale:.4g}")
-    if json is not None:
-        write_json(
-            json,
-            {
-                "clean": clean.to_json(),
-                **certificate_summary(clean, max(eps)),
-                "at": list(eps),
-                "episodes_certified": whole,
-            },
+    chosen = None if attack == "none" else attacks.by_name(attack)
+    with stage("Certifying episodes", quiet=not sys.stderr.isatty()) as progress:
+        found = certification(
+            policy,
+            env_id,
+            eps,
+            episodes,
+            seed,
+            attack=chosen,
+            return_episodes=return_episodes,
+            budget=budget,
+            progress=progress,
         )
+    clean = found.clean
+    print(f"{clean.mean:.1f} ± {clean.sem:.1f} clean return, {int(clean.lengths.sum())} states\n")
+    print(
+        f"{'eps':>8}{'states certified':>19}{'episodes certified':>21}{'return proven':>16}{f'under {found.attack}':>16}"
+    )
+    for row, share, whole in zip(found.returns, found.shares, found.whole_episodes, strict=True):
+        proven = "no bound" if row.lower is None else f">= {row.lower:.1f}"
+        attacked = "" if row.attacked is None else f"{row.attacked.mean:.1f}"
+        print(f"{row.eps_unit:>8g}{share:>19.1%}{whole:>21.1%}{proven:>16}{attacked:>16}")
+    compared = len(found.returns[0].proven)
+    print(f"returns: the first {compared} episodes, {clean.returns[:compared].mean():.1f} without attack")
+    print(f"\nmedian radius {found.median_radius:.4g} in input units; in raw units:")
+    for name, scale in zip(describe(env_id).obs_names, policy.normalizer.scale.flatten().tolist(), strict=True):
+        print(f"  {name:<24} ± {found.median_radius * scale:.4g}")
+    print(f"\nleast certain states of episode {found.episode.seed}:")
+    for step in found.least_certain:
+        print(f"  step {step:<6} action {found.episode.actions[step]}  radius {found.episode.radii[step]:.4g}")
+    if json is not None:
+        write_json(json, found.to_json())
+    if save is not None:
+        _save_certificates(run, env_id, episodes, seed, save)
+    _draw_off_screen()
+    missing = found.save_figure(run / FIGURE)
+    print(f"figure: {run / FIGURE}" + ("" if missing is None else f" (without pictures of states: {missing})"))
+
+
+def _save_certificates(run: Path, env_id: str, episodes: int, seed: int, path: Path) -> None:
+    import torch
+
+    from sortrl.certificate_study import clean_episodes
+    from sortrl.certify import save_certificates
+    from sortrl.nets import SortPolicy
+
+    policy = SortPolicy.load(run)
+    states = torch.cat(clean_episodes(policy, env_id, episodes, seed))
+    save_certificates(path, policy, states, policy.certify_unit(states), run)
+    print(f"certificates: {path} (check them with: sortrl verify {path})")
+
+
+def verify(
+    certificates: Annotated[Path, tyro.conf.Positional], policy: Path | None = None, json: Path | None = None
+) -> None:
+    """Check a file of certificates again, in float64, with code that shares nothing with what made it.
+
+    Exit code 0 if every action is the arg-max of its scores and every radius at most margin / (2 L); 1 otherwise.
+
+    Args:
+        certificates: File written by sortrl certify --save, or by sortrl.certify.save_certificates.
+        policy: The policy's file or directory, if it is no longer where the certificates say.
+        json: Write the verdict here.
+    """
+    from sortrl.files import write_json
+    from sortrl.verify import verify as check
+
+    verdict = check(certificates, policy)
+    if json is not None:
+        write_json(json, verdict.to_json())
+    if not verdict.ok:
+        wrong = len(verdict.failures)
+        shown = "\n  ".join(verdict.failures[:5])
+        raise SortRLError(
+            f"{certificates}: {wrong} claim{'s' * (wrong > 1)} of {verdict.states} states do not hold:\n  {shown}"
+        )
+    print(f"{verdict.states} certificates hold: actions, radii (L = {verdict.lipschitz:.9g}) and the policy's weights")
+
+
+def watch(
+    run: Annotated[Path, tyro.conf.Positional],
+    eps: float | None = None,
+    attack: str = "pgd-10",
+    seed: int = 0,
+    out: Path | None = None,
+    max_steps: int | None = None,
+    threads: int | None = None,
+    json: Path | None = None,
+) -> None:
+    """Film an episode with the radius of every decision below the picture; with an attack, clean and attacked side by side.
+
+    Green: certified at eps; red: not. A black tick marks a step at which the attack changed the action. The film in the run
+    directory, its default place, is also shown in report.html.
+
+    Args:
+        run: Directory of a run.
+        eps: Perturbation size, in the policy's input units [the one the policy was trained for].
+        attack: Name of an attack, or none.
+        seed: Chooses the episode.
+        out: File to write [RUN/episode.gif].
+        max_steps: Stop after so many steps.
+        threads: Threads to use [all cores].
+        json: Write actions and radii of every step here.
+    """
+    from sortrl import attacks
+    from sortrl import report as reports
+    from sortrl.evaluate import episode_seeds
+    from sortrl.files import read_json, write_json
+    from sortrl.film import film
+    from sortrl.pipeline import open_run
+    from sortrl.report.page import FILM
+    from sortrl.watch import play
+
+    _use_threads(threads)
+    env_id, policy, _ = open_run(run)
+    size = float(read_json(run / "run.json")["identity"]["config"]["eps"]) if eps is None else eps
+    path = out or run / FILM
+    if path.suffix.lower() != ".gif":
+        raise SortRLError(f"--out is {path}, expected a name that ends in .gif.")
+    chosen = [None] if attack == "none" else [None, attacks.by_name(attack)]
+    episode_seed = episode_seeds(seed, 1)[0]
+    episodes = [play(policy, env_id, size, adversary, episode_seed, max_steps) for adversary in chosen]
+    for episode in episodes:
+        share = f"{episode.certified.mean():.1%} of {len(episode)} steps certified at eps {size:g}"
+        changed = "" if episode.attack == "none" else f", {episode.changed.sum()} actions changed"
+        print(f"{episode.attack:<10} return {episode.total:g}: {share}{changed}")
+    if json is not None:
+        write_json(json, [episode.to_json() for episode in episodes])
+    _draw_off_screen()
+    film(episodes, path)
+    print(f"film: {path}")
+    if path == run / FILM and (run / "results.json").exists():
+        print(f"report: {reports.render(read_json(run / 'results.json'), run)}")
+
+
+def export(run: Annotated[Path, tyro.conf.Positional], onnx: Path) -> None:
+    """Write the policy of a run as an ONNX file: raw observation in; action, scores and certified radius out.
+
+    Args:
+        run: Directory of a run.
+        onnx: File to write.
+    """
+    from sortrl.nets.export import export_onnx
+    from sortrl.pipeline import open_run
+
+    export_onnx(open_run(run)[1], onnx)
+    print(f"onnx: {onnx}")
 
 
 def report(run: Annotated[Path, tyro.conf.Positional]) -> None:
@@ -228,7 +405,7 @@ def teach(
 
 
 def reproduce(
-    what: Annotated[Literal["fig1"], tyro.conf.Positional],
+    what: Annotated[Literal["fig1", "certificates"], tyro.conf.Positional],
     task: str | None = None,
     scale: Literal["smoke", "cpu", "paper"] = "cpu",
     out: Path = Path("results"),
@@ -236,28 +413,28 @@ def reproduce(
     teachers: Path | None = None,
     jobs: int | None = None,
 ) -> None:
-    """Make the paper's figures again; continues where it was stopped.
+    """Make the paper's figures again, and what goes beyond them; continues where it was stopped.
 
     Args:
-        what: fig1: return against eps under PGD-10 on the four classic tasks, in two protocols.
+        what: fig1: return against eps on the four classic tasks, in two protocols, under PGD-10 and the worst of all attacks;
+            certificates: how tight the certificates of its students are.
         task: Only this task.
-        scale: smoke (seconds, to see that it works), cpu (an hour or two), paper (the printed recipe at full length too).
-        out: Where fig1.json and fig1.png go.
+        scale: smoke (minutes, to see that it works), cpu (hours on two cores), paper (the printed recipe at full length too).
+        out: Where the JSON and the PNG go.
         work: Where finished parts are kept.
         teachers: Folder of the published RL Baselines3 Zoo agents [$SORTRL_TEACHERS]; without it experts are trained.
         jobs: Processes side by side [one per core].
     """
     from sortrl import reproduce as module
 
-    results = module.fig1(
-        scale, task, out, work, teachers, jobs, progress=lambda line: print(line, file=sys.stderr, flush=True)
-    )
-    for protocol, by_task in results["curves"].items():
-        for name, agents in by_task.items():
-            for agent, curve in agents.items():
-                points = "  ".join(f"{point['eps']:g}: {point['mean']:.0f}" for point in curve["curve"])
-                print(f"{protocol:<11}{name:<16}{agent:<8}{points}")
-    print(f"figure: {out / 'fig1.png'}")
+    def progress(line: str) -> None:
+        print(line, file=sys.stderr, flush=True)
+
+    if what == "certificates":
+        module.certificates(scale, task, out, work, progress)
+    else:
+        print("\n".join(module.figure1.summary(module.fig1(scale, task, out, work, teachers, jobs, progress))))
+    print(f"figure: {out / what}.png")
 
 
 def tasks() -> None:
@@ -322,7 +499,10 @@ def info(json: Path | None = None) -> None:
         write_json(json, facts)
 
 
-COMMANDS = {f.__name__: f for f in (robustify, evaluate, certify, report, reproduce, teach, tasks, bench, info)}
+COMMANDS = {
+    f.__name__: f
+    for f in (robustify, evaluate, attack, certify, verify, watch, export, report, reproduce, teach, tasks, bench, info)
+}
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -338,6 +518,11 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 HELP = "Turn a trained RL agent into one whose every decision carries a robustness certificate."
+
+
+def _draw_off_screen() -> None:
+    """Pictures are drawn into memory; a machine without a display must not be asked for one."""
+    os.environ.setdefault("SDL_VIDEODRIVER", "dummy")
 
 
 def _use_threads(threads: int | None) -> None:

@@ -44,6 +44,12 @@ def atomic_path(path: str | Path) -> Iterator[Path]:
         temporary.unlink(missing_ok=True)
 
 
+def remove_leftovers(directory: Path) -> None:
+    """Delete what writers that were killed left behind. Only for who alone writes to ``directory``."""
+    for temporary in directory.rglob(".*.tmp"):
+        temporary.unlink(missing_ok=True)
+
+
 def write_text(path: str | Path, text: str) -> None:
     with atomic_path(path) as temporary:
         temporary.write_text(text, encoding="utf-8")

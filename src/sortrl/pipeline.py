@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from sortrl import attacks, provenance, report
+from sortrl.attacked import UnderAttack
 from sortrl.certify import certificate_summary
 from sortrl.collect import CollectConfig, collect, load_demonstrations, merge, save_demonstrations, split
 from sortrl.config import Preset, RobustifyConfig, robustify_config
@@ -26,11 +27,12 @@ from sortrl.distill import DistillConfig, Distilled, distill, held_out_metrics
 from sortrl.envs import describe
 from sortrl.errors import SortRLError
 from sortrl.evaluate import evaluate
-from sortrl.files import read_json, write_json
+from sortrl.files import read_json, remove_leftovers, write_json
 from sortrl.nets import SortPolicy
 from sortrl.progress import Report, stage
 from sortrl.records import Demonstrations, Policy
-from sortrl.teachers import Teacher, load_teacher, train_teacher
+from sortrl.suite import evaluate_suite
+from sortrl.teachers import Teacher, load_teacher, smoothed, train_teacher
 
 VALIDATION_SHARE = 0.1
 TEST_SEED_OFFSET = 1000  # test episodes never coincide with those that data or choices were made from
@@ -107,11 +109,16 @@ class Run:
 
     @contextmanager
     def _stage(self, name: str, title: str) -> Iterator[Report]:
-        """Show progress, and add the time to the record, also of a stage that is finished in a later attempt."""
+        """Show progress, and add the time to the record."""
+        with self._timed(name), stage(title, self.quiet) as progress:
+            yield progress
+
+    @contextmanager
+    def _timed(self, name: str) -> Iterator[None]:
+        """Add the time to the record, also of a stage that is finished in a later attempt."""
         started = time.monotonic()
         try:
-            with stage(title, self.quiet) as progress:
-                yield progress
+            yield
         finally:
             self.seconds[name] = round(self.seconds.get(name, 0.0) + time.monotonic() - started, 2)
             path = self.directory / "run.json"
@@ -122,6 +129,7 @@ class Run:
         """Data and distillation: everything up to the policy."""
         if (self.directory / "policy.safetensors").exists():
             return SortPolicy.load(self.directory)
+        teacher = smoothed(teacher, self.config.smoothing) if self.config.smoothing > 0 else teacher
         data = self.demonstrations(teacher)
         training, held_out = split(data, VALIDATION_SHARE, self.seed)
         for index in range(1, self.config.dagger_rounds + 1):
@@ -161,12 +169,13 @@ class Run:
             return load_demonstrations(path)
         short = replace(self.config.distill, steps=max(1, self.config.distill.steps // 3))
         student = self.distilled(f"provisional student {index}", training, held_out, teacher, short).policy
-        config = CollectConfig(states=self.config.dagger_states, eps_unit=self.config.noise)
-        seed = self.seed + 10_000 * index
+        seed, eps = self.seed + 10_000 * index, self.config.dagger_eps
+        config = CollectConfig(states=self.config.dagger_states, eps_unit=0.0 if eps > 0 else self.config.noise)
+        actor = UnderAttack(student, describe(self.env_id), eps, seed) if eps > 0 else student
         return self._data(
             path.stem,
             "Collecting the student's states",
-            lambda p: collect(teacher, self.env_id, config, seed, actor=student, progress=p),
+            lambda p: collect(teacher, self.env_id, config, seed, actor=actor, progress=p),
         )
 
     def _data(self, name: str, title: str, make: Callable[[Report], Demonstrations]) -> Demonstrations:
@@ -231,9 +240,28 @@ class Run:
                 write_json(path, rows)
         return rows
 
+    def strongest(self, policy: SortPolicy, teacher: Teacher) -> list[dict[str, Any]]:
+        """Returns of both at the eps that was trained for, under attacks of other kinds: one that fails proves nothing."""
+        if not self.config.suite or self.config.eps == 0:
+            return []
+        with self._timed("attack"):
+            result = evaluate_suite(
+                policy,
+                teacher,
+                self.env_id,
+                self.config.suite,
+                (self.config.eps,),
+                self.config.episodes,
+                self.seed + TEST_SEED_OFFSET,
+                path=self.directory / "suite.json",
+                adversary_steps=self.config.adversary_steps,
+                quiet=self.quiet,
+            )
+        return [row for row in result.rows if row["eps"] > 0]
+
     def results(self, policy: SortPolicy, teacher: Teacher, source: str, command: str) -> dict[str, Any]:
         """Evaluate what is not evaluated yet and write results.json, from which alone the report is made."""
-        evaluation = self.evaluation({"teacher": teacher, "student": policy})
+        evaluation = self.evaluation({"teacher": teacher, "student": policy}) + self.strongest(policy, teacher)
         info, training = describe(self.env_id), read_json(self.directory / "training.json")
         results = {
             "schema": 1,
@@ -312,6 +340,7 @@ def _locked(directory: Path) -> Iterator[None]:
             raise SortRLError(
                 f"Another run is writing to {directory}. Wait for it, or choose another --out."
             ) from error
+        remove_leftovers(directory)
         yield
 
 

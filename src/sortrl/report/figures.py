@@ -35,7 +35,7 @@ def save_png(chart: Chart, path: Path, title: str) -> None:
     grid = figure.add_gridspec(len(ratios), 1, height_ratios=ratios)
     axes = [figure.add_subplot(grid[index, 0]) for index in range(len(ratios))]
     for ax, panel in zip(axes, chart.panels, strict=True):
-        _draw(ax, panel)
+        draw_panel(ax, panel)
     for ax in axes[:-1]:
         ax.tick_params(labelbottom=False)
         ax.set_xlabel("")
@@ -50,7 +50,8 @@ def save_png(chart: Chart, path: Path, title: str) -> None:
         figure.savefig(temporary, format="png", metadata={"Software": None})
 
 
-def _draw(ax: Any, panel: Panel) -> None:
+def draw_panel(ax: Any, panel: Panel) -> None:
+    """Draw the content and the axes of one panel."""
     for bars in panel.bars:
         widths = [right - left for left, right in zip(bars.left, bars.right, strict=True)]
         ax.bar(

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from base64 import b64encode
 from collections.abc import Mapping
 from html import escape
 from pathlib import Path
 from typing import Any
 
+from sortrl.errors import SortRLError
 from sortrl.files import write_text
 from sortrl.report.chart import Chart
 from sortrl.report.charts import KEYS, charts
@@ -28,17 +30,18 @@ _SECTIONS = {
 }
 # Nothing may be loaded or run, whatever the results contain.
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'"
+FILM = "episode.gif"  # shown on the page if it is there
 
 
 def render(results: Mapping[str, Any], out_dir: Path) -> Path:
     """Write report.html, report.md and figures/*.png into ``out_dir`` and return the path of the page.
 
     ``results`` is the content of a results.json and all that is needed; it is validated before anything is written.
-    The same results give the same bytes.
+    The same results give the same bytes. If ``out_dir`` holds an episode.gif, the page shows it.
     """
     run = read_run(results)
     drawn = charts(run)
-    page, text = html_page(run, drawn), markdown(results)
+    page, text = html_page(run, drawn, _film_in(Path(out_dir))), markdown(results)
     figures = Path(out_dir) / "figures"
     for chart in drawn:
         save_png(chart, figures / f"{chart.key}.png", f"{run.env_id}: {chart.title.lower()}")
@@ -50,8 +53,8 @@ def render(results: Mapping[str, Any], out_dir: Path) -> Path:
     return path
 
 
-def html_page(run: Run, drawn: list[Chart]) -> str:
-    """The page as text."""
+def html_page(run: Run, drawn: list[Chart], film: bytes | None = None) -> str:
+    """The page as text, with the bytes of an animated GIF in it if there is one."""
     raw = ""
     if run.unit_to_raw:
         note = "" if len(run.unit_to_raw) <= 24 else f" Three of {number(len(run.unit_to_raw))} dimensions are shown."
@@ -63,7 +66,7 @@ components may be shifted at once.{note}</p>
 <html lang="en">
 <head>
 <meta charset="utf-8">
-<meta http-equiv="Content-Security-Policy" content="{_POLICY}">
+<meta http-equiv="Content-Security-Policy" content="{_POLICY}{"" if film is None else "; img-src data:"}">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <title>{escape(run.env_id)} – sortrl report</title>
 <style>
@@ -80,7 +83,7 @@ components may be shifted at once.{note}</p>
 {_tiles(run)}
 <h2>Results</h2>
 <div class="charts">
-{"".join(map(_figure, drawn))}</div>
+{"".join(map(_figure, drawn))}{"" if film is None else _film(run, film)}</div>
 <h2>All evaluations</h2>
 {_table(evaluation_table(run), coloured=True)}
 <p class="note">Return is the mean over the episodes ± its standard error. Certified at ε: share of the states visited
@@ -89,8 +92,8 @@ in that evaluation; for clean play, of states with a radius above 0. Shares are 
 {_meaning(run)}
 <h2>Details</h2>
 {_details(run)}
-<footer>Made by sortrl {escape(run.version)} from results.json alone. Beside this page: report.md, the tables as text;
-figures/, the charts as PNG.</footer>
+<footer>Made by sortrl {escape(run.version)} from results.json {"alone" if film is None else f"and {FILM}"}.
+Beside this page: report.md, the tables as text; figures/, the charts as PNG.</footer>
 </main>
 </body>
 </html>
@@ -147,6 +150,29 @@ def _figure(chart: Chart) -> str:
     head = f"<h3>{escape(chart.title)}</h3>{legend(chart)}"
     caption = f"<figcaption>{_unbroken(chart.caption)}</figcaption>"
     return f'<figure id="{chart.key}"{kind}>{head}{"".join(drawings)}{caption}</figure>\n'
+
+
+def _film_in(folder: Path) -> bytes | None:
+    path = folder / FILM
+    if not path.exists():
+        return None
+    data = path.read_bytes()
+    if not data.startswith((b"GIF87a", b"GIF89a")):
+        raise SortRLError(f"{path} is not a GIF. Make it again with: sortrl watch {folder}, or delete it.")
+    return data
+
+
+def _film(run: Run, film: bytes) -> str:
+    text = f"Animation of an episode of {run.env_id}; the strip below the picture shows the radius of every decision."
+    caption = (
+        "An episode as it was played, with the radii of the last decisions below: green where certified at ε, red where "
+        "not. A black tick marks a step at which the attack changed the action."
+    )
+    source = f"data:image/gif;base64,{b64encode(film).decode()}"
+    return (
+        f'<figure id="film" class="wide"><h3>One episode</h3><img src="{source}" alt="{escape(text)}">'
+        f"<figcaption>{caption}</figcaption></figure>\n"
+    )
 
 
 def _table(table: Table, coloured: bool = False) -> str:

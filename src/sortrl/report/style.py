@@ -43,6 +43,7 @@ figcaption { color: var(--muted); font-size: .86rem; line-height: 1.5; margin-to
 .key { flex: none }
 figure > svg { display: block; width: 100%; height: auto }
 figure > svg.narrow { display: none }
+figure > img { max-width: 100%; align-self: flex-start; border-radius: 4px }
 figure > svg.narrow, figure:not(.wide) > svg { max-width: 30rem }
 svg text { font-size: 12px; fill: var(--muted); font-variant-numeric: tabular-nums }
 svg .axis { fill: var(--soft) }

@@ -1,10 +1,10 @@
-"""The paper's figures, made again. Figure 1: return against eps under PGD-10 on the four classic tasks.
+"""Figure 1: return against eps under PGD-10 on the four classic tasks.
 
 Two protocols, because the paper leaves the units of eps open. "paper": the published experts of the RL Baselines3 Zoo,
 eps in their own input units (raw for CartPole and LunarLander, normalised for Acrobot and MountainCar).
 "normalised": teachers with observation normalisation, eps in standard deviations.
 
-The work is cut into units (protocol, task, agent, seed), each kept in a file of its own: a stopped reproduction
+The work is cut into units (protocol, task, agent, seed, adversary), each kept in a file of its own: a stopped reproduction
 continues, and a finished one is only drawn again.
 """
 
@@ -19,16 +19,21 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
 
 from sortrl import attacks, provenance
+from sortrl.attacks import suite
 from sortrl.certify import certified_shares
+from sortrl.config import RobustifyConfig, robustify_config
 from sortrl.errors import SortRLError
 from sortrl.evaluate import evaluate
-from sortrl.files import atomic_path, read_json, write_json
-from sortrl.pipeline import robustify
-from sortrl.teachers import Teacher, load_teacher, teacher_preset, train_teacher
+from sortrl.files import read_json, write_json
+from sortrl.nets import SortPolicy
+from sortrl.pipeline import Run
+from sortrl.records import Policy
+from sortrl.reproduce.draw import draw
+from sortrl.reproduce.experts import expert, find_teachers
+from sortrl.suite import evaluate_suite
+from sortrl.teachers import Teacher
 
 Scale = Literal["smoke", "cpu", "paper"]
 PROTOCOLS = ("paper", "normalised")
@@ -36,30 +41,38 @@ TASKS = ("CartPole-v1", "Acrobot-v1", "MountainCar-v0", "LunarLander-v3")
 EPS_GRID = tuple(round(0.02 * k, 2) for k in range(11))
 TEST_SEED = 1500  # settings were chosen on the episodes of other seeds
 
-# Published agent and its statistics; None: the agent takes raw observations.
-ZOO: dict[str, tuple[str, str | None]] = {
-    "CartPole-v1": ("ppo-CartPole-v1.zip", None),
-    "Acrobot-v1": ("ppo-Acrobot-v1.zip", "ppo-Acrobot-v1-vecnormalize.pkl"),
-    "MountainCar-v0": ("ppo-MountainCar-v0.zip", "ppo-MountainCar-v0-vecnormalize.pkl"),
-    "LunarLander-v3": ("ppo-LunarLander-v2.zip", None),
-}
-
-# What one student per task is trained for, where it differs from the task's defaults; chosen on validation episodes.
+# Where the students of the published experts differ from the task's defaults, which are made for normalising teachers and
+# serve the normalised protocol. Both were chosen on validation episodes.
 SETTINGS: dict[tuple[str, str], dict[str, Any]] = {
-    ("paper", "CartPole-v1"): {"eps": 0.01, "scale": 10.0, "mu_start": 8.0, "lambda_end": 1.0, "dagger_rounds": 3},
-    ("paper", "Acrobot-v1"): {"eps": 0.15, "noise": 0.2},
-    ("paper", "MountainCar-v0"): {"eps": 0.1, "scale": 2.0, "lambda_end": 0.03},
-    ("paper", "LunarLander-v3"): {
-        "eps": 0.02,
-        "mu_start": 25.0,
+    ("paper", "CartPole-v1"): {
+        "eps": 0.05,
+        "scale": 5.0,
+        "smoothing": 0.2,
+        "noise": 0.2,
         "lambda_end": 1.0,
-        "dagger_rounds": 3,
-        "dagger_states": 30_000,
+        "dagger_rounds": 2,
     },
-    ("normalised", "CartPole-v1"): {"eps": 0.1},
-    ("normalised", "Acrobot-v1"): {"eps": 0.1, "noise": 0.2},
-    ("normalised", "MountainCar-v0"): {"eps": 0.1, "scale": 2.0, "lambda_end": 0.03},
-    ("normalised", "LunarLander-v3"): {"eps": 0.1, "dagger_rounds": 2, "dagger_states": 30_000},
+    ("paper", "Acrobot-v1"): {"eps": 0.15, "noise": 0.2, "smoothing": 0.0, "dagger_rounds": 1},
+    ("paper", "MountainCar-v0"): {
+        "eps": 0.1,
+        "scale": 2.0,
+        "smoothing": 0.05,
+        "noise": 0.15,
+        "lambda_end": 0.03,
+        "dagger_rounds": 2,
+        "dagger_eps": 0.15,
+    },
+    ("paper", "LunarLander-v3"): {
+        "eps": 0.03,
+        "scale": 4.0,
+        "smoothing": 0.03,
+        "noise": 0.05,
+        "lambda_end": 1.0,
+        "steps": 3000,
+        "dagger_rounds": 6,
+        "dagger_states": 30_000,
+        "dagger_eps": 0.15,
+    },
 }
 
 
@@ -72,79 +85,81 @@ class Plan:
     seeds: int
     """Students of our recipe per task."""
     paper_seeds: int
-    """Students of the recipe as printed (5 x 640) per task."""
+    """Students of the recipe as printed (5 x 640) per task, in the paper's protocol."""
     paper_episodes: int
     paper_eps_grid: tuple[float, ...]
+    suite_episodes: int
+    suite_eps_grid: tuple[float, ...]
+    """Where the expert and the first student also meet every attack there is."""
+    adversary_steps: int = 200_000
+    """Environment steps in which an adversary learns against each of them."""
     changes: tuple[tuple[str, Any], ...] = ()
 
 
 COARSE = (0.0, 0.06, 0.1, 0.2)
+TINY: tuple[tuple[str, Any], ...] = (("steps", 20), ("width", 16), ("dagger_rounds", 0))
 PLANS: dict[str, Plan] = {
-    "smoke": Plan(2, (0.0, 0.1), 1, 1, 2, (0.0, 0.1), (("steps", 20), ("width", 16), ("dagger_rounds", 0))),
-    "cpu": Plan(50, EPS_GRID, 3, 1, 20, COARSE),
-    "paper": Plan(50, EPS_GRID, 3, 3, 50, EPS_GRID),
+    "smoke": Plan(2, (0.0, 0.1), 1, 1, 2, (0.0, 0.1), 2, (0.1,), 2_000, TINY),
+    "cpu": Plan(50, EPS_GRID, 3, 1, 20, COARSE, 20, COARSE[1:]),
+    "paper": Plan(50, EPS_GRID, 3, 3, 50, EPS_GRID, 50, EPS_GRID[1:]),
 }
 
 
 @dataclass(frozen=True)
 class Unit:
-    """One agent to evaluate along the whole curve."""
+    """One agent and what it meets: PGD-10 along the whole curve, or every attack there is (its expert too) at some points."""
 
     protocol: str
     task: str
     agent: Literal["expert", "ours", "paper"]
     seed: int
+    adversary: Literal["pgd", "suite"] = "pgd"
 
     @property
     def name(self) -> str:
-        return f"{self.protocol}-{self.task}-{self.agent}-{self.seed}"
+        return f"{self.protocol}-{self.task}-{self.agent}-{self.seed}-{self.adversary}"
 
 
 def units(plan: Plan, tasks: tuple[str, ...], protocols: tuple[str, ...] = PROTOCOLS) -> list[Unit]:
-    """All units, the experts first because students wait for their teachers."""
+    """All units; experts first, because students learn from them, and suites last, because they meet trained students."""
     pairs = [(protocol, task) for protocol in protocols for task in tasks]
     experts = [Unit(protocol, task, "expert", 0) for protocol, task in pairs]
     ours = [Unit(protocol, task, "ours", seed) for seed in range(plan.seeds) for protocol, task in pairs]
-    return (
-        experts + ours + [Unit(protocol, task, "paper", s) for s in range(plan.paper_seeds) for protocol, task in pairs]
-    )
+    printed = [
+        Unit("paper", task, "paper", s) for s in range(plan.paper_seeds) for task in tasks if "paper" in protocols
+    ]
+    suites = [Unit(protocol, task, "ours", 0, "suite") for protocol, task in pairs]
+    return experts + ours + printed + suites
 
 
-def find_teachers(folder: Path | None) -> Path | None:
-    """The folder of the published agents: as given, or named by SORTRL_TEACHERS."""
-    chosen = folder or (Path(os.environ["SORTRL_TEACHERS"]) if "SORTRL_TEACHERS" in os.environ else None)
-    if chosen is None:
-        return None
-    for candidate in (chosen, chosen / "sb3"):
-        if (candidate / ZOO["CartPole-v1"][0]).exists():
-            return candidate
-    raise SortRLError(f"{chosen} does not hold the published agents (no {ZOO['CartPole-v1'][0]}). Name their folder.")
+def config_of(unit: Unit, plan: Plan) -> RobustifyConfig:
+    """How the student of a unit is made."""
+    settings = SETTINGS.get((unit.protocol, unit.task), {})
+    if unit.agent == "paper":
+        changes = {name: value for name, value in plan.changes if name != "dagger_rounds"}
+        return robustify_config(unit.task, settings.get("eps"), "paper", train_teacher=False, **changes)
+    return robustify_config(unit.task, train_teacher=False, **{**settings, **dict(plan.changes)})
 
 
-def expert(protocol: str, task: str, work: Path, published: Path | None) -> Teacher:
-    """The expert of a protocol: published, or trained by us in the same way where the files are absent."""
-    archive, statistics = ZOO[task]
-    if protocol == "paper" and published is not None:
-        vecnormalize = None if statistics is None else published / statistics
-        return load_teacher(published / archive, task, vecnormalize=vecnormalize, allow_pickle=True)
-    normalise = protocol == "normalised" or statistics is not None
-    config = replace(teacher_preset(task), normalize_obs=normalise)
-    return train_teacher(task, config, work / "teachers" / f"{task}-{'normalised' if normalise else 'raw'}")
+def agent_of(unit: Unit, plan: Plan, work: Path, folder: Path, published: Path | None) -> Teacher | SortPolicy:
+    """The expert, or the student of it: trained now, continued, or read back."""
+    teacher = expert(unit.protocol, unit.task, work, published)
+    if unit.agent == "expert":
+        return teacher
+    directory = folder / "students" / f"{unit.protocol}-{unit.task}-{unit.agent}-{unit.seed}"
+    return Run(directory, unit.task, config_of(unit, plan), unit.seed).student(teacher)
 
 
-def compute(unit: Unit, plan: Plan, work: Path, published: Path | None) -> dict[str, Any]:
+def compute(unit: Unit, plan: Plan, work: Path, folder: Path, published: Path | None) -> dict[str, Any]:
     """Train (unless it is the expert) and evaluate one unit; the result is plain JSON."""
     torch.set_num_threads(1)  # units run side by side
-    teacher = expert(unit.protocol, unit.task, work, published)
-    settings = dict(SETTINGS[unit.protocol, unit.task])
-    episodes, grid = plan.episodes, plan.eps_grid
-    agent: Any = teacher
-    if unit.agent == "paper":
-        episodes, grid = plan.paper_episodes, plan.paper_eps_grid
-        changes = {k: v for k, v in dict(plan.changes).items() if k != "dagger_rounds"}
-        agent = robustify(teacher, unit.task, settings["eps"], preset="paper", seed=unit.seed, **changes)
-    elif unit.agent == "ours":
-        agent = robustify(teacher, unit.task, seed=unit.seed, **{**settings, **dict(plan.changes)})
+    agent = agent_of(unit, plan, work, folder, published)
+    config = None if unit.agent == "expert" else asdict(config_of(unit, plan))
+    found = {"unit": asdict(unit), "config": config}
+    if unit.adversary != "pgd":
+        return {**found, **_under_suites(unit, plan, agent, expert(unit.protocol, unit.task, work, published), folder)}
+    printed = unit.agent == "paper"
+    episodes, grid = (plan.paper_episodes, plan.paper_eps_grid) if printed else (plan.episodes, plan.eps_grid)
     rows, shares = [], None
     for eps in grid:
         attack = attacks.PGD(10) if eps > 0 else None
@@ -152,7 +167,27 @@ def compute(unit: Unit, plan: Plan, work: Path, published: Path | None) -> dict[
         if eps == 0 and result.radii is not None:
             shares = dict(zip(map(str, EPS_GRID), certified_shares(result, EPS_GRID), strict=True))
         rows.append(result.to_json())
-    return {"unit": asdict(unit), "teacher": teacher.name, "settings": settings, "rows": rows, "acr": shares}
+    return {**found, "rows": rows, "acr": shares}
+
+
+def _under_suites(unit: Unit, plan: Plan, student: Policy, teacher: Policy, folder: Path) -> dict[str, Any]:
+    """The worst of all attacks, and of those that the paper and its rivals report, on student and expert."""
+    path = folder / "suites" / f"{unit.name}.json"
+    full = evaluate_suite(
+        student,
+        teacher,
+        unit.task,
+        "full",
+        plan.suite_eps_grid,
+        plan.suite_episodes,
+        TEST_SEED,
+        path=path,
+        adversary_steps=plan.adversary_steps,
+    )
+    reported = {*suite("paper", teacher), "none"}
+    paper = replace(full, rows=tuple(row for row in full.rows if row["attack"] in reported))
+    rows = [{key: value for key, value in row.items() if key != "returns"} for row in full.rows]
+    return {"rows": rows, "worst": {"paper": paper.to_json()["worst"], "full": full.to_json()["worst"]}}
 
 
 def fig1(
@@ -174,10 +209,12 @@ def fig1(
     progress(f"fig1: {len(wanted)} units, {len(wanted) - len(todo)} already done")
     for protocol, name in {(unit.protocol, unit.task) for unit in todo}:
         expert(protocol, name, work, published)  # trained once here, not by two workers at the same time
-    arguments = [(unit, plan, work, published, folder) for unit in todo]
-    with multiprocessing.get_context("spawn").Pool(max(1, min(jobs or os.cpu_count() or 1, len(todo) or 1))) as pool:
-        for name in pool.imap_unordered(_compute_to_file, arguments):
-            progress(f"fig1: {name} done")
+    # Suites meet students that were trained for the curve, so they come in a second round.
+    for part in ([u for u in todo if u.adversary == "pgd"], [u for u in todo if u.adversary != "pgd"]):
+        arguments = [(unit, plan, work, published, folder) for unit in part]
+        with multiprocessing.get_context("spawn").Pool(max(1, min(jobs or os.cpu_count() or 1, len(part)))) as pool:
+            for name in pool.imap_unordered(_compute_to_file, arguments):
+                progress(f"fig1: {name} done")
     results = assemble(wanted, plan, folder, scale, published is not None)
     write_json(out / "fig1.json", results)
     draw(results, out / "fig1.png")
@@ -186,8 +223,19 @@ def fig1(
 
 def _compute_to_file(argument: tuple[Unit, Plan, Path, Path | None, Path]) -> str:
     unit, plan, work, published, folder = argument
-    write_json(folder / f"{unit.name}.json", compute(unit, plan, work, published))
+    write_json(folder / f"{unit.name}.json", compute(unit, plan, work, folder, published))
     return unit.name
+
+
+def summary(results: dict[str, Any]) -> list[str]:
+    """The curves as lines of text."""
+    return [
+        f"{protocol:<11}{task:<16}{agent:<8}"
+        + "  ".join(f"{point['eps']:g}: {point['mean']:.0f}" for point in found["curve"])
+        for protocol, by_task in results["curves"].items()
+        for task, agents in by_task.items()
+        for agent, found in agents.items()
+    ]
 
 
 def assemble(wanted: list[Unit], plan: Plan, folder: Path, scale: str, published: bool) -> dict[str, Any]:
@@ -195,12 +243,21 @@ def assemble(wanted: list[Unit], plan: Plan, folder: Path, scale: str, published
     found = [read_json(folder / f"{unit.name}.json") for unit in wanted]
     curves: dict[str, Any] = {}
     for unit in wanted:
+        agents = curves.setdefault(unit.protocol, {}).setdefault(unit.task, {})
         group = [entry for entry in found if _same_curve(entry["unit"], unit)]
+        if unit.adversary != "pgd":
+            for agent, policy in (("ours", "student"), ("expert", "teacher")):
+                agents[agent]["suites"] = {
+                    name: [point for point in worst if point["policy"] == policy]
+                    for name, worst in group[0]["worst"].items()
+                }
+            continue
         curve = [_mean_over_seeds([entry["rows"][i] for entry in group]) for i in range(len(group[0]["rows"]))]
         acr = [entry["acr"] for entry in group if entry["acr"]]
-        curves.setdefault(unit.protocol, {}).setdefault(unit.task, {})[unit.agent] = {
+        agents[unit.agent] = {
             "curve": curve,
             "acr": {eps: float(np.mean([a[eps] for a in acr])) for eps in acr[0]} if acr else None,
+            "suites": {},
         }
     return {
         "schema": 1,
@@ -208,6 +265,8 @@ def assemble(wanted: list[Unit], plan: Plan, folder: Path, scale: str, published
         "scale": scale,
         "protocol": "PGD-10 with steps of eps / 10 from the clean state, clipped to the declared range of observations; "
         f"{plan.episodes} episodes per point, greedy, seed {TEST_SEED}; spread: SEM over episodes of all seeds",
+        "suites_protocol": f"the worst mean return over the attacks of a suite, {plan.suite_episodes} episodes per attack and point; "
+        "the expert and the first student",
         "experts_of_paper_protocol": "RL Baselines3 Zoo (published)" if published else "trained here",
         "plan": asdict(plan),
         "versions": provenance.versions(),
@@ -218,7 +277,7 @@ def assemble(wanted: list[Unit], plan: Plan, folder: Path, scale: str, published
 
 
 def _same_curve(entry: dict[str, Any], unit: Unit) -> bool:
-    return (entry["protocol"], entry["task"], entry["agent"]) == (unit.protocol, unit.task, unit.agent)
+    return all(entry[key] == getattr(unit, key) for key in ("protocol", "task", "agent", "adversary"))
 
 
 def _mean_over_seeds(rows: list[dict[str, Any]]) -> dict[str, Any]:
@@ -232,39 +291,3 @@ def _mean_over_seeds(rows: list[dict[str, Any]]) -> dict[str, Any]:
         "per_seed": [row["mean"] for row in rows],
         "changed_share": float(np.mean([row["changed_share"] for row in rows])),
     }
-
-
-STYLES = {
-    "expert": ("#0072b2", "o", "expert (PPO)"),
-    "ours": ("#d55e00", "s", "sortrl"),
-    "paper": ("#009e73", "^", "recipe as printed"),
-}
-
-
-def draw(results: dict[str, Any], path: Path) -> None:
-    """The figure: a row per protocol, a column per task, mean and standard error against eps."""
-    curves = results["curves"]
-    tasks = list(dict.fromkeys(task for protocol in curves.values() for task in protocol))
-    figure = Figure(figsize=(3.3 * len(tasks), 2.9 * len(curves)), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.subplots(len(curves), len(tasks), squeeze=False)
-    for row, (protocol, by_task) in enumerate(curves.items()):
-        for column, task in enumerate(tasks):
-            axis = axes[row][column]
-            for agent, (colour, marker, label) in STYLES.items():
-                if agent not in by_task.get(task, {}):
-                    continue
-                points = by_task[task][agent]["curve"]
-                eps, mean, sem = (np.array([point[key] for point in points]) for key in ("eps", "mean", "sem"))
-                axis.plot(eps, mean, color=colour, marker=marker, markersize=3.5, linewidth=1.4, label=label)
-                axis.fill_between(eps, mean - sem, mean + sem, color=colour, alpha=0.2, linewidth=0)
-            axis.set_title(f"{task} · {protocol}", fontsize=9)
-            axis.grid(alpha=0.25)
-            axis.tick_params(labelsize=8)
-            if row == len(curves) - 1:
-                axis.set_xlabel("ε (the agent's input units)", fontsize=8)
-            if column == 0:
-                axis.set_ylabel("return under PGD-10", fontsize=8)
-    axes[0][0].legend(fontsize=7, frameon=False)
-    with atomic_path(path) as temporary:
-        figure.savefig(temporary, format="png", dpi=150)

@@ -1,0 +1,8 @@
+"""The paper's figures and tables, made again: each is one command that continues where it was stopped."""
+
+from __future__ import annotations
+
+from sortrl.reproduce.certificates import certificates
+from sortrl.reproduce.figure1 import fig1
+
+__all__ = ["certificates", "fig1"]
