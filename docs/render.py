@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -80,7 +81,8 @@ def certificates_table(results: dict[str, Any]) -> str:
     ]
     for task, found in results["tasks"].items():
         rungs = found["ladder"]
-        shares = [f"{rungs[f'{name}_of_upper']['median']:.1%}" for name in ("margin", "interval", "exact_lower")]
+        medians = [rungs[f"{name}_of_upper"]["median"] for name in ("margin", "interval", "exact_lower")]
+        shares = [f"{math.floor(median * 1000) / 10:.1f}%" for median in medians]  # never rounded up
         states = len(rungs["margin"])
         lines.append(f"| {task} | {states} | {' | '.join(shares)} | {rungs['solved_share']:.0%} |")
     return "\n".join(lines)

@@ -33,6 +33,7 @@ SMALL = {
     "episodes": 4,
     "eps_grid": (0.0, 0.05),
     "suite": ("noise", "learned"),
+    "suite_episodes": 2,
     "adversary_steps": 8192,
 }
 

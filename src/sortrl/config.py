@@ -32,8 +32,8 @@ TASKS: dict[str, Task] = {
         Task(
             "CartPole-v1",
             "balance a pole on a cart; 500 is perfect",
-            eps=0.3,
-            fast={"smoothing": 0.3, "lambda_end": 0.05, "dagger_rounds": 2},
+            eps=0.2,
+            fast={"smoothing": 0.3, "noise": 0.3, "lambda_end": 0.1, "dagger_rounds": 2},
         ),
         Task(
             "Acrobot-v1",
@@ -89,10 +89,11 @@ class RobustifyConfig:
     """Where the return under attack is measured."""
     attack: str = "pgd-10"
     """The attack along ``eps_grid``."""
-    suite: tuple[str, ...] = ("noise", "pgd-10-p32", "apgd-ce-20", "square-50", "learned")
-    """Attacks of other kinds, at the eps that is trained for; learned: an adversary trained against each agent."""
+    suite: tuple[str, ...] = ("noise", "pgd-10-p32", "apgd-ce-10", "square-20")
+    """Attacks of other kinds, at the eps that is trained for; "learned" trains an adversary against each agent (minutes)."""
+    suite_episodes: int = 10
     adversary_steps: int = 100_000
-    """Environment steps in which that adversary learns."""
+    """Environment steps in which a learned adversary is trained."""
 
 
 def robustify_config(

@@ -251,7 +251,7 @@ class Run:
                 self.env_id,
                 self.config.suite,
                 (self.config.eps,),
-                self.config.episodes,
+                self.config.suite_episodes,
                 self.seed + TEST_SEED_OFFSET,
                 path=self.directory / "suite.json",
                 adversary_steps=self.config.adversary_steps,
