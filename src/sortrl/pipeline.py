@@ -137,7 +137,7 @@ class Run:
         final = self.distilled("student", training, held_out, teacher, self.config.distill)
         write_json(
             self.directory / "training.json",
-            {"history": final.history, "data": self._data_facts(data, held_out, final)},
+            {"history": final.history, "data": self._data_facts(training, held_out, final)},
         )
         final.policy.save(self.directory)
         return final.policy
@@ -205,7 +205,8 @@ class Run:
                 progress=both,
             )
 
-    def _data_facts(self, data: Demonstrations, held_out: Demonstrations, final: Distilled) -> dict[str, Any]:
+    def _data_facts(self, training: Demonstrations, held_out: Demonstrations, final: Distilled) -> dict[str, Any]:
+        data = merge(training, held_out)
         metrics = final.held_out or held_out_metrics(final.policy, held_out, self.config.eps)
         return {
             "states": len(data),

@@ -23,7 +23,7 @@ def return_chart(run: Run) -> Chart:
     lines = tuple(
         line
         for policy in ("teacher", "student")
-        for dash, attack in enumerate(run.attacks or ("none",))
+        for dash, attack in enumerate(run.curves or ("none",))
         if (line := _return_line(run, policy, attack, dash)) is not None
     )
     lows, highs = [v for line in lines for v in line.low], [v for line in lines for v in line.high]
@@ -36,7 +36,9 @@ def return_chart(run: Run) -> Chart:
         lines=lines,
         rules=(Rule("x", run.eps, "trained ε"),),
     )
-    styles = f" Line styles tell the attacks apart ({', '.join(run.attacks)})." if len(run.attacks) > 1 else ""
+    styles = f" Line styles tell the attacks apart ({', '.join(run.curves)})." if len(run.curves) > 1 else ""
+    others = [attack for attack in run.attacks if attack not in run.curves]
+    styles += f" Run at one ε only, and listed in the table below: {', '.join(others)}." if others else ""
     return Chart(
         "return",
         "Return under attack",
@@ -53,7 +55,7 @@ def _return_line(run: Run, policy: str, attack: str, dash: int) -> Line | None:
     clean = run.clean(policy)
     if attack != "none" and clean is not None and rows and rows[0].eps > 0:
         rows = [clean, *rows]
-    if not rows and attack == (run.attacks or ("none",))[0] and clean is not None:
+    if not rows and attack == (run.curves or ("none",))[0] and clean is not None:
         rows = [clean]  # a policy that was never attacked still has its clean return
     if not rows:
         return None

@@ -125,6 +125,12 @@ class Run:
         return tuple(dict.fromkeys(row.attack for row in self.evaluation if not row.is_clean))
 
     @property
+    def curves(self) -> tuple[str, ...]:
+        """The attacks to draw against eps: those that were run at several, if there are any."""
+        sizes = {attack: {row.eps for row in self.evaluation if row.attack == attack} for attack in self.attacks}
+        return tuple(attack for attack in self.attacks if len(sizes[attack]) > 1) or self.attacks
+
+    @property
     def certified_at_eps(self) -> float | None:
         """Share certified at the trained eps; if that eps was not measured, a lower bound from a larger one."""
         measured = zip(self.certified.eps, self.certified.share, strict=True)
