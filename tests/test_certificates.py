@@ -51,13 +51,21 @@ def exact_scores(policy: SortPolicy, unit: torch.Tensor) -> list[Fraction]:
         blocks = x[:, : rows * size, : columns * size].reshape(len(x), rows, size, columns, size)
         x = blocks.sum(4).sum(2) / Fraction(size * size)
     factor = Fraction(float(np.float32(config.scale)))
-    values = [v * factor for v in x.reshape(-1)]
+    values, shape = [v * factor for v in x.reshape(-1)], x.shape
     for index, layer in enumerate(policy.layers):
         mix = [Fraction(float(m)) for m in layer.mix]
+        seen = [values]
+        if index < len(config.conv):
+            channels, kernel, stride = config.conv[index]
+            image = np.array(values, dtype=object).reshape(shape)
+            corners = [range(0, size - kernel + 1, stride) for size in shape[1:]]
+            seen = [image[:, i : i + kernel, j : j + kernel].reshape(-1) for i in corners[0] for j in corners[1]]
+            shape = (channels, len(corners[0]), len(corners[1]))
         output = []
         for row in layer.weight.tolist():
-            ordered = sorted((abs(v - Fraction(w)) for v, w in zip(values, row, strict=True)), reverse=True)
-            output.append(sum(m * d for m, d in zip(mix, ordered, strict=False)))
+            for part in seen:
+                ordered = sorted((abs(v - Fraction(w)) for v, w in zip(part, row, strict=True)), reverse=True)
+                output.append(sum(m * d for m, d in zip(mix, ordered, strict=False)))
         shifts = policy.shifts[index].running_mean if index < len(policy.shifts) else -policy.bias
         values = [y - Fraction(float(m)) for y, m in zip(output, shifts.tolist(), strict=True)]
     return [-v for v in values]
@@ -100,7 +108,16 @@ def test_the_bound_is_not_idle():
     assert 1.0 <= min(TIGHTNESS) < 10.0
 
 
-@pytest.mark.parametrize("front", [{"pool": 2}, {"pool": 3, "scale": 5.0}, {"crop": (1, 0, 0, 2), "pool": 2}])
+@pytest.mark.parametrize(
+    "front",
+    [
+        {"pool": 2},
+        {"pool": 3, "scale": 5.0},
+        {"crop": (1, 0, 0, 2), "pool": 2},
+        {"conv": ((3, 3, 2),), "scale": 3.0},
+        {"conv": ((3, 3, 1), (2, 2, 2)), "crop": (1, 0, 0, 2)},
+    ],
+)
 def test_front_ends_are_part_of_the_bound(front):
     for seed in range(3):
         policy = build(seed, shape=(2, 7, 8), width=4, depth=2, **front)

@@ -28,12 +28,13 @@ def student():
     return distill(data, balancer().normalizer, config).policy
 
 
-def _pixels():
+def _pixels(**layers):
     """A policy of images with every front end, a clipping normalizer and an odd size."""
     torch.manual_seed(0)
     shape = (3, 17, 16)
     normalizer = Normalizer(np.full(shape, 100.0), np.full(shape, 60.0), clip=1.5)
-    policy = SortPolicy(shape, 5, width=24, depth=3, crop=(1, 2, 0, 3), pool=2, scale=3.0, normalizer=normalizer).eval()
+    front = {"crop": (1, 2, 0, 3), "pool": 2, "scale": 3.0}
+    policy = SortPolicy(shape, 5, width=24, depth=3, **front, **layers, normalizer=normalizer).eval()
     obs = np.random.default_rng(0).integers(0, 256, (300, *shape)).astype(np.float32)
     policy.calibrate(policy.normalize(obs))
     return policy, obs
@@ -80,8 +81,9 @@ def test_a_student_decides_the_same_on_ten_thousand_states(student, tmp_path):
     assert (found["radius"] > 0.05).mean() > 0.2
 
 
-def test_images_with_every_front_end(tmp_path):
-    policy, obs = _pixels()
+@pytest.mark.parametrize("conv", [(), ((6, 3, 1), (4, 2, 2))])
+def test_images_with_every_front_end(conv, tmp_path):
+    policy, obs = _pixels(conv=conv)
     compare(policy, obs, run(policy, obs, tmp_path / "pixels.onnx"))
 
 

@@ -12,10 +12,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.nn import functional
 
 from sortrl import ops
 from sortrl.errors import SortRLError
-from sortrl.nets import AveragePool, Crop, MeanShift, Scale, SortLinear, SortPolicy, truncated_mix
+from sortrl.nets import AveragePool, Crop, MeanShift, Scale, SortConv, SortLinear, SortPolicy, truncated_mix
 from sortrl.nets.bounds import rounding_error, stages, traced_scores
 from sortrl.normalizer import Normalizer
 
@@ -146,6 +147,40 @@ def test_images_pass_through_the_front_end():
     assert actions.shape == (4,)
 
 
+def test_a_layer_of_patches_is_a_sort_layer_at_every_patch():
+    torch.manual_seed(0)
+    layer = SortConv((2, 7, 6), channels=3, kernel=3, stride=2, rho=0.3)
+    images = torch.randn(4, 2, 7, 6)
+    dense = SortLinear(18, 3, rho=0.3)
+    dense.weight = layer.weight
+    out = layer(images.flatten(1)).reshape(4, *layer.out_shape)
+    assert layer.out_shape == (3, 3, 2)
+    for row in range(3):
+        for column in range(2):
+            patch = images[:, :, 2 * row : 2 * row + 3, 2 * column : 2 * column + 3]
+            assert torch.allclose(out[:, :, row, column], dense(patch.flatten(1)))
+
+
+def test_a_network_of_patches_is_as_lipschitz_as_it_says_and_trains():
+    torch.manual_seed(0)
+    shape = (2, 10, 10)
+    policy = SortPolicy(shape, 3, width=12, depth=2, conv=((4, 3, 1), (6, 4, 2)), scale=2.0)
+    x = torch.randn(64, *shape)
+    exact = copy.deepcopy(policy).double()
+    for size in (1e-3, 0.1, 2.0):
+        moved = x + size * torch.where(torch.rand_like(x) < 0.5, -1.0, 1.0).double()
+        change = (exact.scores(moved) - exact.scores(x.double())).abs().amax(1)
+        assert (change <= policy.lipschitz * size * (1 + 1e-9)).all()
+    optimizer = torch.optim.Adam(policy.parameters(), lr=0.03)
+    for _ in range(60):
+        optimizer.zero_grad()
+        functional.cross_entropy(20 * policy.training_scores(x), torch.arange(64) % 3).backward()
+        optimizer.step()
+    policy.calibrate(x)
+    assert all(parameter.grad.abs().sum() > 0 for name, parameter in policy.named_parameters() if name != "mu")
+    assert float((policy.scores(x).argmax(1) == torch.arange(64) % 3).float().mean()) > 0.8
+
+
 def test_mean_shift_averages_only_what_was_computed():
     shift = MeanShift(3, momentum=1.0)
     keep = torch.tensor([[True, False, True], [False, False, True]])
@@ -257,6 +292,9 @@ BAD_INPUT = {
     "no inputs": (lambda: SortLinear(0, 3), "0 inputs"),
     "one action": (lambda: SortPolicy((3,), 1), "at least 2"),
     "width": (lambda: SortPolicy((3,), 2, width=0), "width is 0"),
+    "patches of vectors": (lambda: SortPolicy((3,), 2, conv=((4, 3, 1),)), "need images"),
+    "patches larger than the image": (lambda: SortPolicy((1, 4, 4), 2, conv=((4, 5, 1),)), "fits into the image"),
+    "half a description of patches": (lambda: SortPolicy((1, 4, 4), 2, conv=((4, 5),)), "channels, kernel, stride"),
     "pooling vectors": (lambda: SortPolicy((3,), 2, pool=2), "need images"),
     "normalizer": (lambda: SortPolicy((3,), 2, normalizer=Normalizer.identity((4,))), "normalizer"),
     "observation shape": (lambda: SortPolicy((3,), 2).predict(np.zeros((2, 5))), r"expected \(batch, 3\)"),

@@ -54,12 +54,13 @@ def test_what_is_true_passes(saved):
     assert metadata["policy"] == "run/policy.safetensors"
 
 
-def test_images_pass_too(tmp_path):
+@pytest.mark.parametrize("conv", [(), ((5, 2, 1), (3, 2, 2))])
+def test_images_pass_too(tmp_path, conv):
     torch.manual_seed(1)
-    shape = (2, 9, 8)
-    policy = SortPolicy(
-        shape, 4, width=10, depth=2, crop=(1, 0, 2, 1), pool=2, scale=0.5, normalizer=Normalizer.from_pixels(shape)
-    ).requires_grad_(False)
+    shape = (2, 11, 12)
+    front = {"crop": (1, 0, 2, 1), "pool": 2, "scale": 0.5, "conv": conv}
+    policy = SortPolicy(shape, 4, width=10, depth=2, **front, normalizer=Normalizer.from_pixels(shape))
+    policy.requires_grad_(False)
     policy.save(tmp_path)
     states = policy.normalize(torch.randint(0, 256, (20, *shape)))
     save_certificates(tmp_path / "c.safetensors", policy, states, policy.certify_unit(states), tmp_path)

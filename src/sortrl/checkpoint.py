@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ class Checkpoint:
 
     def __init__(self, directory: str | Path | None, identity: dict[str, Any]) -> None:
         self.path = None if directory is None else Path(directory) / FILE_NAME
-        self.identity = identity
+        self.identity = json.loads(json.dumps(identity))  # as it will be read back: tuples become lists
 
     def save(
         self,

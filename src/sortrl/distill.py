@@ -65,6 +65,10 @@ class DistillConfig:
     """Share of the cross-entropy that is taken against the teacher's softmax instead of its action."""
     mask_chunk: int = 128
     """Samples that share one random mask."""
+    conv: tuple[tuple[int, int, int], ...] = ()
+    """Layers over the patches of images: (channels, kernel, stride) each."""
+    pool: int = 1
+    """Average pooling of images, before everything else."""
 
     def __post_init__(self) -> None:
         positive = (
@@ -230,8 +234,14 @@ def distill(
 
     # Finished: whoever differentiates it from here on (an attack) wants gradients of the inputs alone.
     policy.eval().requires_grad_(False)
-    policy.calibrate(normalizer(states))
+    every = -(-len(states) // _calibration_states(states[0].numel()))
+    policy.calibrate(normalizer(states[::every]))
     return Distilled(policy, history, None if held_out is None else held_out_metrics(policy, held_out, config.eps))
+
+
+def _calibration_states(obs_size: int) -> int:
+    """How many states to take means over: as many as do some good, within some hundred megabytes of images."""
+    return max(1024, min(16384, (1 << 25) // obs_size))
 
 
 def _initial_policy(
@@ -245,6 +255,8 @@ def _initial_policy(
         config.rho,
         scale=config.scale,
         mask_chunk=config.mask_chunk,
+        conv=config.conv,
+        pool=config.pool,
         normalizer=normalizer,
     )
     with torch.no_grad():

@@ -53,6 +53,8 @@ class _Network:
     crop: tuple[int, int, int, int]
     pool: int
     factor: Doubles
+    conv: list[tuple[int, int, int]]
+    """Channels, kernel and stride of the first layers, which see patches."""
     weights: list[Doubles]
     means: list[Doubles]
     mixes: list[Doubles]
@@ -69,9 +71,15 @@ class _Network:
             x = x[..., top : x.shape[-2] - bottom, left : x.shape[-1] - right]
         if self.pool > 1:
             x = _pooled(x, self.pool)
+        shape = x.shape[1:]
         x = (x * self.factor).reshape(len(x), -1)
-        for weight, mix, mean in zip(self.weights, self.mixes, [*self.means, -self.bias], strict=True):
-            x = _sort_layer(x, weight, mix) - mean
+        means = [*self.means, -self.bias]
+        for index, (weight, mix, mean) in enumerate(zip(self.weights, self.mixes, means, strict=True)):
+            if index < len(self.conv):
+                y, shape = _patch_layer(x, shape, weight, mix, *self.conv[index])
+            else:
+                y = _sort_layer(x, weight, mix)
+            x = y - mean
         return -x
 
 
@@ -84,7 +92,7 @@ def verify(path: str | Path, policy: str | Path | None = None) -> Verdict:
     file = file / "policy.safetensors" if file.is_dir() else file
     weights, description = read_safetensors(file)
     try:
-        stored = [tensors[f"mix.{index}"] for index in range(int(description["config"]["depth"]))]
+        stored = [tensors[f"mix.{index}"] for index in range(_layers(description["config"]))]
         network = _network(weights, description["config"], stored)
         states, action, radius = (tensors[name] for name in ("states", "action", "radius"))
     except (KeyError, TypeError, ValueError) as error:
@@ -130,13 +138,14 @@ def _network(weights: dict[str, Array], config: dict[str, Any], mixes: list[Arra
     def double(name: str) -> Doubles:
         return weights[name].astype(np.float64)
 
-    depth = int(config["depth"])
+    depth = _layers(config)
     factors = [name for name in weights if name.startswith("front.") and name.endswith(".factor")]
     top, bottom, left, right = (int(border) for border in config["crop"])
     return _Network(
         crop=(top, bottom, left, right),
         pool=int(config["pool"]),
         factor=double(factors[0]) if factors else np.ones(1),
+        conv=_conv(config),
         weights=[double(f"layers.{index}.weight") for index in range(depth)],
         means=[double(f"shifts.{index}.running_mean") for index in range(depth - 1)],
         mixes=[mix.astype(np.float64) for mix in mixes],
@@ -144,11 +153,20 @@ def _network(weights: dict[str, Array], config: dict[str, Any], mixes: list[Arra
     )
 
 
+def _conv(config: dict[str, Any]) -> list[tuple[int, int, int]]:
+    """Files of before there were patches do not mention them."""
+    return [(int(channels), int(kernel), int(stride)) for channels, kernel, stride in config.get("conv", [])]
+
+
+def _layers(config: dict[str, Any]) -> int:
+    return len(_conv(config)) + int(config["depth"])
+
+
 def _wrong_mixes(mixes: list[Array], weights: dict[str, Array], config: dict[str, Any]) -> list[str]:
-    """The mix of a layer is (1 - rho) rho^j, cut and scaled to sum to 1; the first layer's is a plain maximum."""
-    lines = []
+    """The mix of a layer is (1 - rho) rho^j, cut and scaled to sum to 1; the first layer and those of patches take a maximum."""
+    lines, plain = [], max(1, len(_conv(config)))
     for index, mix in enumerate(mixes):
-        rho, fan_in = float(config["rho"]) if index else 0.0, weights[f"layers.{index}.weight"].shape[1]
+        rho, fan_in = float(config["rho"]) if index >= plain else 0.0, weights[f"layers.{index}.weight"].shape[1]
         expected = (1.0 - rho) * rho ** np.arange(len(mix), dtype=np.float64)
         expected /= expected.sum()
         if len(mix) > fan_in or (mix < 0).any() or np.abs(mix - expected).max() > 1e-6 or math.fsum(mix) > 1.0:
@@ -166,6 +184,18 @@ def _sort_layer(x: Doubles, weight: Doubles, mix: Doubles) -> Doubles:
         largest = np.partition(distance, cut, axis=2)[..., cut:] if cut else distance
         y[begin : begin + rows] = np.sort(largest, axis=2)[..., ::-1] @ mix
     return y
+
+
+def _patch_layer(
+    x: Doubles, shape: tuple[int, ...], weight: Doubles, mix: Doubles, channels: int, kernel: int, stride: int
+) -> tuple[Doubles, tuple[int, int, int]]:
+    """The same for every patch of flat images; also the shape of what comes out."""
+    images = x.reshape(len(x), *shape)
+    windows = np.lib.stride_tricks.sliding_window_view(images, (kernel, kernel), axis=(2, 3))[:, :, ::stride, ::stride]
+    height, width = windows.shape[2:4]
+    rows = windows.transpose(0, 2, 3, 1, 4, 5).reshape(-1, shape[0] * kernel * kernel)
+    y = _sort_layer(rows, weight, mix).reshape(len(x), height, width, channels).transpose(0, 3, 1, 2)
+    return y.reshape(len(x), -1), (channels, height, width)
 
 
 def _pooled(x: Doubles, size: int) -> Doubles:

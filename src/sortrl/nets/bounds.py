@@ -117,8 +117,7 @@ def traced_scores(network: Network, unit: Tensor) -> tuple[Tensor, Tensor]:
         pieces = [traced_scores(network, rows) for rows in torch.split(unit, ROWS_AT_ONCE)]
         return torch.cat([scores for scores, _ in pieces]), torch.cat([magnitudes for _, magnitudes in pieces])
     magnitudes, hidden, output = _trace(network, unit)
-    # Stacked, because for a few states every call costs more than what it computes.
-    magnitudes += [torch.stack(group, 1).abs_().amax(2) for group in (hidden, output) if group]
+    magnitudes += [_largest_of_each(group) for group in (hidden, output) if group]
     return output[1], torch.cat(magnitudes, 1).double()
 
 
@@ -159,7 +158,7 @@ def decide_one(network: Network, bound: ErrorBound, unit: Tensor) -> tuple[int, 
     (distances,), (values,) = y.tolist(), scores.tolist()
     magnitudes = [part.item() for part in front]
     if hidden:
-        magnitudes += torch.cat(hidden).abs_().amax(1).tolist()
+        magnitudes += _largest_of_each(hidden)[0].tolist()
     magnitudes += [max(map(abs, distances)), max(map(abs, values))]
     first, second = sorted(range(len(values)), key=values.__getitem__, reverse=True)[:2]  # of equals, the first
     margin = values[first] - values[second]
@@ -212,6 +211,14 @@ def box_around(unit: Tensor, eps: Tensor | float, low: Tensor | None, high: Tens
     lo = lo if low is None else torch.maximum(lo, torch.minimum(low, unit))
     hi = hi if high is None else torch.minimum(hi, torch.maximum(high, unit))
     return lo, hi
+
+
+def _largest_of_each(parts: Sequence[Tensor]) -> Tensor:
+    """The largest absolute number of each part, per state (batch, parts)."""
+    if len({part.shape[1] for part in parts}) > 1:
+        return torch.stack([part.abs().amax(1) for part in parts], 1)
+    # Stacked, because for a few states every call costs more than what it computes.
+    return torch.stack(list(parts), 1).abs_().amax(2)
 
 
 def _largest(x: Tensor) -> Tensor:

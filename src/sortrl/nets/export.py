@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from sortrl.errors import MissingDependency
 from sortrl.files import atomic_path
 from sortrl.nets.bounds import LARGEST_ERROR, RADIUS_DOWN, SMALLEST_RADIUS
-from sortrl.nets.layers import AveragePool, Crop, Scale, SortLinear
+from sortrl.nets.layers import AveragePool, Crop, Scale, SortConv, SortLinear
 
 if TYPE_CHECKING:
     from sortrl.nets.policy import SortPolicy
@@ -140,9 +142,19 @@ def _front(graph: _Graph, part: Crop | AveragePool | Scale, x: str) -> str:
 
 
 def _sort_layer(graph: _Graph, layer: SortLinear, x: str) -> str:
-    rows = graph.add("Unsqueeze", x, graph.constant([1], np.int64))
+    if isinstance(layer, SortConv):
+        # (batch, patches, pixels) -> (batch, patches, channels) -> channels first, flat
+        where = layer.patches(torch.arange(math.prod(layer.in_shape), dtype=torch.float64)[None]).to(torch.int64)
+        patches = graph.add("Gather", x, graph.constant(where.numpy(), np.int64), axis=1)
+        return graph.flat(graph.add("Transpose", _sorted_distances(graph, layer, patches, 2), perm=[0, 2, 1]))
+    return _sorted_distances(graph, layer, x, 1)
+
+
+def _sorted_distances(graph: _Graph, layer: SortLinear, x: str, axis: int) -> str:
+    """(..., in) -> (..., out), where ``axis`` is the last one of x."""
+    rows = graph.add("Unsqueeze", x, graph.constant([axis], np.int64))
     weight = graph.constant(layer.weight.detach().numpy(), np.float32)
-    distances, axes = graph.add("Abs", graph.add("Sub", rows, weight)), graph.constant([2], np.int64)
+    distances, axes = graph.add("Abs", graph.add("Sub", rows, weight)), graph.constant([axis + 1], np.int64)
     if len(layer.mix) == 1:
         return graph.add("ReduceMax", distances, axes, keepdims=0)
     largest, _ = graph.top(distances, len(layer.mix))

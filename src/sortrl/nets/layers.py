@@ -4,6 +4,7 @@
 instead of                  use
 ==========================  ============================================
 ``Linear`` + activation     ``SortLinear`` (|x - w|, sorted and mixed)
+``Conv2d`` + activation     ``SortConv`` (the same, for every patch of an image)
 ``BatchNorm``               ``MeanShift`` (subtracts the mean, no scaling)
 image resize                ``AveragePool``, ``Crop``
 input normalisation         ``Scale`` (its constant enters the certificate)
@@ -73,6 +74,11 @@ class SortLinear(nn.Module):
         self.weight = nn.Parameter(torch.randn(out_features, in_features))
 
     @property
+    def out_size(self) -> int:
+        """Numbers per output."""
+        return len(self.weight)
+
+    @property
     def lipschitz(self) -> float:
         """Sum of the mix: a change of x by at most d moves every sorted distance by at most d."""
         return math.fsum(map(abs, self.mix.tolist()))
@@ -98,6 +104,69 @@ class SortLinear(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.weight.shape[1]}, {self.weight.shape[0]}, rho={self.rho}, top={len(self.mix)}"
+
+
+class SortConv(SortLinear):
+    """A :class:`SortLinear` that looks at every patch of an image with the same weights: how far is it from a template?
+
+    Images come and go flat, (batch, channels * height * width), so that it stands wherever a :class:`SortLinear` does. Each
+    output depends on one patch, and no pixel is scaled: the constant is that of the layer.
+
+    Args:
+        in_shape: channels, height and width of the input.
+        channels: templates.
+        kernel: side of a patch.
+        stride: pixels from one patch to the next.
+        rho: as in :class:`SortLinear`; the default is a plain maximum, because patches are small.
+
+    >>> layer = SortConv((3, 8, 8), channels=5, kernel=4, stride=2)
+    >>> layer.out_shape, layer(torch.zeros(2, 3 * 8 * 8)).shape, layer.lipschitz
+    ((5, 3, 3), torch.Size([2, 45]), 1.0)
+    """
+
+    def __init__(
+        self, in_shape: tuple[int, int, int], channels: int, kernel: int, stride: int = 1, rho: float = 0.0
+    ) -> None:
+        if kernel < 1 or stride < 1 or kernel > min(in_shape[1:]):
+            raise SortRLError(
+                f"SortConv: kernel {kernel} and stride {stride} on images of shape {tuple(in_shape)}, expected a kernel that "
+                "fits into the image, and both at least 1."
+            )
+        super().__init__(in_shape[0] * kernel * kernel, channels, rho)
+        self.in_shape, self.kernel, self.stride = in_shape, kernel, stride
+        height, width = ((size - kernel) // stride + 1 for size in in_shape[1:])
+        self.out_shape = (channels, height, width)
+
+    @property
+    def out_size(self) -> int:
+        return math.prod(self.out_shape)
+
+    def patches(self, x: Tensor) -> Tensor:
+        """Flat images (batch, in) -> one row per patch (batch * height * width, channels * kernel * kernel)."""
+        columns = functional.unfold(x.reshape(len(x), *self.in_shape), self.kernel, stride=self.stride)
+        return columns.transpose(1, 2).reshape(-1, self.weight.shape[1])
+
+    def flat(self, rows: Tensor) -> Tensor:
+        """What a layer made of the patches (batch * height * width, channels) -> flat images (batch, out)."""
+        channels, height, width = self.out_shape
+        return rows.reshape(-1, height * width, channels).transpose(1, 2).reshape(-1, self.out_size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.flat(super().forward(self.patches(x)))
+
+    def smooth(self, x: Tensor, p: float, in_keep: Tensor | None = None, out_keep: Tensor | None = None) -> Tensor:
+        """The training layer. Patches overlap, so ``in_keep`` cannot be had; what ``out_keep`` drops is set to 0."""
+        if in_keep is not None:
+            raise SortRLError("SortConv: a random mask over its inputs is not supported; use rho = 0.")
+        y = self.flat(super().smooth(self.patches(x), p))
+        return y if out_keep is None else y * ops.reference.expand_chunks(out_keep, len(y))
+
+    def bounds(self, lo: Tensor, hi: Tensor) -> tuple[Tensor, Tensor]:
+        low, high = super().bounds(self.patches(lo), self.patches(hi))
+        return self.flat(low), self.flat(high)
+
+    def extra_repr(self) -> str:
+        return f"{self.in_shape} -> {self.out_shape}, kernel={self.kernel}, stride={self.stride}, rho={self.rho}"
 
 
 class MeanShift(nn.Module):

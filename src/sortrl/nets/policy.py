@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from sortrl.errors import SortRLError
 from sortrl.files import read_tensors, write_tensors
 from sortrl.nets.bounds import ErrorBound, FrontEnd, decide_one, error_bound, margin_radius, traced_scores
-from sortrl.nets.layers import AveragePool, Crop, MeanShift, Scale, SortLinear
+from sortrl.nets.layers import AveragePool, Crop, MeanShift, Scale, SortConv, SortLinear
 from sortrl.normalizer import Normalizer
 from sortrl.records import Certificate, Decision
 
@@ -46,6 +46,8 @@ class PolicyConfig:
     """Average pooling of images."""
     mask_chunk: int = 128
     """Samples that share one random mask in training."""
+    conv: tuple[tuple[int, int, int], ...] = ()
+    """Sort layers over the patches of an image, before those that see all of it: (channels, kernel, stride) each."""
 
     def __post_init__(self) -> None:
         if self.n_actions < 2:
@@ -57,10 +59,12 @@ class PolicyConfig:
                 raise SortRLError(f"SortPolicy: {name} is {getattr(self, name)}, expected at least 1.")
         if not self.obs_shape or min(self.obs_shape) < 1:
             raise SortRLError(f"SortPolicy: obs_shape is {self.obs_shape}, expected one or more positive sizes.")
-        if (self.pool > 1 or any(self.crop)) and len(self.obs_shape) != 3:
+        if (self.pool > 1 or any(self.crop) or self.conv) and len(self.obs_shape) != 3:
             raise SortRLError(
-                f"SortPolicy: crop and pool need images (channels, height, width), not observations of shape {self.obs_shape}."
+                f"SortPolicy: crop, pool and conv need images (channels, height, width), not observations of shape {self.obs_shape}."
             )
+        if any(len(layer) != 3 for layer in self.conv):
+            raise SortRLError(f"SortPolicy: conv is {self.conv}, expected (channels, kernel, stride) for each layer.")
 
 
 class SortPolicy(nn.Module):
@@ -90,11 +94,12 @@ class SortPolicy(nn.Module):
         crop: tuple[int, ...] = (0, 0, 0, 0),
         pool: int = 1,
         mask_chunk: int = 128,
+        conv: tuple[tuple[int, int, int], ...] = (),
         normalizer: Normalizer | None = None,
     ) -> None:
         super().__init__()
         self.config = PolicyConfig(
-            tuple(obs_shape), int(n_actions), width, depth, rho, scale, tuple(crop), pool, mask_chunk
+            tuple(obs_shape), int(n_actions), width, depth, rho, scale, tuple(crop), pool, mask_chunk, tuple(conv)
         )
         self.normalizer = Normalizer.identity(self.obs_shape) if normalizer is None else normalizer
         if self.normalizer.obs_shape != self.obs_shape:
@@ -110,13 +115,20 @@ class SortPolicy(nn.Module):
             front.append(Scale(scale))
         self.front = cast("FrontEnd", nn.Sequential(*front))
         with torch.no_grad():
-            fan_in = self.front(torch.zeros(1, *self.obs_shape)).numel()
-        sizes = [fan_in] + [width] * (depth - 1) + [self.n_actions]
+            seen = tuple(self.front(torch.zeros(1, *self.obs_shape)).shape[1:])
+        layers: list[SortLinear] = []
+        for channels, kernel, stride in self.config.conv:
+            patches = SortConv((seen[0], seen[1], seen[2]), channels, kernel, stride)
+            layers.append(patches)
+            seen = patches.out_shape
+        sizes = [math.prod(seen)] + [width] * (depth - 1) + [self.n_actions]
         # Sorting raw inputs gains nothing, so the first layer is a plain maximum.
-        layers = [SortLinear(a, b, rho if index else 0.0) for index, (a, b) in enumerate(itertools.pairwise(sizes))]
+        layers += [
+            SortLinear(a, b, rho if layers or index else 0.0) for index, (a, b) in enumerate(itertools.pairwise(sizes))
+        ]
         # The casts say what the lists hold, which nn.ModuleList cannot.
         self.layers = cast("Sequence[SortLinear]", nn.ModuleList(layers))
-        self.shifts = cast("Sequence[MeanShift]", nn.ModuleList(MeanShift(size) for size in sizes[1:-1]))
+        self.shifts = cast("Sequence[MeanShift]", nn.ModuleList(MeanShift(layer.out_size) for layer in layers[:-1]))
         self.bias = nn.Parameter(torch.zeros(self.n_actions))
         self.mu = nn.Parameter(torch.ones(()))  # temperature of the cross-entropy; never part of a margin
         self.register_buffer("p", torch.tensor(8.0, dtype=torch.float64))
@@ -314,8 +326,7 @@ class SortPolicy(nn.Module):
                 f"{file}: format {metadata.get('format')!r}, this version reads {FORMAT_VERSION}. Update sortrl."
             )
         try:
-            fields: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in metadata["config"].items()}
-            config = PolicyConfig(**fields)
+            config = PolicyConfig(**{name: _tuples(value) for name, value in metadata["config"].items()})
             clip = metadata["clip"]
             normalizer = Normalizer(
                 tensors["normalizer.mean"], tensors["normalizer.scale"], math.inf if clip is None else clip
@@ -348,6 +359,11 @@ class _Classifier(nn.Module):
 
     def forward(self, unit: Tensor) -> Tensor:
         return self.policy.scores(unit)
+
+
+def _tuples(value: Any) -> Any:
+    """JSON's lists as the tuples they were."""
+    return tuple(_tuples(item) for item in value) if isinstance(value, list) else value
 
 
 def _overflow(unit: Tensor) -> SortRLError:
