@@ -1,6 +1,6 @@
-"""Put the tables of results/*.json into README.md, between their markers, and draw its picture.
+"""Put the tables of results/*.json into README.md and the pages of docs, between their markers, and draw README's picture.
 
-`python docs/render.py` rewrites both. results/cartpole.json comes from
+`python docs/render.py` rewrites them. results/cartpole.json comes from
 `sortrl robustify CartPole-v1 --json results/cartpole.json`, results/bench.json from `make bench`, results/fig1.json from
 `sortrl reproduce fig1`.
 """
@@ -20,6 +20,8 @@ from sortrl.report.figures import save_png
 from sortrl.report.run import read_run
 
 ROOT = Path(__file__).resolve().parents[1]
+PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+AGENTS = {"expert": "expert (PPO)", "ours": "**sortrl**", "paper": "recipe as printed"}
 
 
 def fig1_table(results: dict[str, Any]) -> str:
@@ -28,14 +30,29 @@ def fig1_table(results: dict[str, Any]) -> str:
         "| protocol | task | agent | clean | ε = .06 | ε = .1 | ε = .2 | certified at ε = .1 |",
         "|---|---|---|---|---|---|---|---|",
     ]
-    names = {"expert": "expert (PPO)", "ours": "**sortrl**", "paper": "recipe as printed"}
     for protocol, tasks in results["curves"].items():
         for task, agents in tasks.items():
             for agent, curve in agents.items():
                 points = {point["eps"]: point for point in curve["curve"]}
                 cells = [f"{points[eps]['mean']:.0f} ± {points[eps]['sem']:.0f}" for eps in (0.0, 0.06, 0.1, 0.2)]
                 share = "" if curve["acr"] is None else f"{curve['acr']['0.1']:.0%}"
-                lines.append(f"| {protocol} | {task} | {names[agent]} | {' | '.join(cells)} | {share} |")
+                lines.append(f"| {protocol} | {task} | {AGENTS[agent]} | {' | '.join(cells)} | {share} |")
+    return "\n".join(lines)
+
+
+def suites_table(results: dict[str, Any]) -> str:
+    """What PGD-10 alone would have made believe, and what the worst of more attacks leaves of it."""
+    lines = [
+        "| protocol | task | agent | ε | PGD-10 | worst of the paper's attacks | worst of all attacks |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for protocol, tasks in results["curves"].items():
+        for task, agents in tasks.items():
+            for agent in ("expert", "ours"):
+                suites = agents[agent]["suites"]
+                for pgd, paper, full in zip(*(suites[name] for name in ("PGD-10", "paper", "full")), strict=True):
+                    cells = [f"{pgd['mean']:.0f}", *(f"{p['mean']:.0f} ({p['attack']})" for p in (paper, full))]
+                    lines.append(f"| {protocol} | {task} | {AGENTS[agent]} | {pgd['eps']:g} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
@@ -88,13 +105,19 @@ def certificates_table(results: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-TABLES = {"cartpole": cartpole_table, "certificates": certificates_table, "fig1": fig1_table, "bench": bench_table}
+TABLES = {
+    "cartpole": ("cartpole", cartpole_table),
+    "certificates": ("certificates", certificates_table),
+    "fig1": ("fig1", fig1_table),
+    "suites": ("fig1", suites_table),
+    "bench": ("bench", bench_table),
+}
 
 
 def rendered(text: str) -> str:
-    """README text with every table made anew; a table without its results file stays empty."""
-    for name, table in TABLES.items():
-        path = ROOT / "results" / f"{name}.json"
+    """Text with every table made anew; a table without its results file stays empty."""
+    for name, (source, table) in TABLES.items():
+        path = ROOT / "results" / f"{source}.json"
         body = table(json.loads(path.read_text())) + "\n" if path.exists() else ""
         pattern = re.compile(rf"(<!-- {name}:begin -->\n).*?(<!-- {name}:end -->)", re.S)
         text = pattern.sub(lambda match, body=body: match[1] + body + match[2], text)
@@ -114,4 +137,5 @@ def draw_picture() -> None:
 
 if __name__ == "__main__":
     draw_picture()
-    write_text(ROOT / "README.md", rendered((ROOT / "README.md").read_text()))
+    for page in PAGES:
+        write_text(page, rendered(page.read_text()))

@@ -76,6 +76,8 @@ SETTINGS: dict[tuple[str, str], dict[str, Any]] = {
     ("normalised", "CartPole-v1"): {"eps": 0.3, "lambda_end": 0.05},
 }
 
+SUITE_COLUMNS = ("policy", "attack", "eps", "mean", "sem", "iqm", "iqm_interval", "changed_share", "queries", "gradients")
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -101,7 +103,7 @@ COARSE = (0.0, 0.06, 0.1, 0.2)
 TINY: tuple[tuple[str, Any], ...] = (("steps", 20), ("width", 16), ("dagger_rounds", 0))
 PLANS: dict[str, Plan] = {
     "smoke": Plan(2, (0.0, 0.1), 1, 1, 2, (0.0, 0.1), 2, (0.1,), 2_000, TINY),
-    "cpu": Plan(50, EPS_GRID, 3, 1, 20, COARSE, 20, COARSE[1:]),
+    "cpu": Plan(50, EPS_GRID, 3, 1, 20, COARSE, 10, (0.1, 0.2), 60_000),
     "paper": Plan(50, EPS_GRID, 3, 3, 50, EPS_GRID, 50, EPS_GRID[1:]),
 }
 
@@ -185,10 +187,12 @@ def _under_suites(unit: Unit, plan: Plan, student: Policy, teacher: Policy, fold
         path=path,
         adversary_steps=plan.adversary_steps,
     )
-    reported = {*suite("paper", teacher), "none"}
-    paper = replace(full, rows=tuple(row for row in full.rows if row["attack"] in reported))
-    rows = [{key: value for key, value in row.items() if key != "returns"} for row in full.rows]
-    return {"rows": rows, "worst": {"paper": paper.to_json()["worst"], "full": full.to_json()["worst"]}}
+    worst = {}
+    for name, members in (("PGD-10", {"PGD-10"}), ("paper", {*suite("paper", teacher)}), ("full", None)):
+        part = [row for row in full.rows if members is None or row["attack"] in {*members, "none"}]
+        worst[name] = replace(full, rows=tuple(part)).to_json()["worst"]
+    rows = [{key: row[key] for key in SUITE_COLUMNS} for row in full.rows]
+    return {"rows": rows, "worst": worst}
 
 
 def fig1(
