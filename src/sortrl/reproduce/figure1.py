@@ -97,12 +97,14 @@ class Plan:
     adversary_steps: int = 200_000
     """Environment steps in which an adversary learns against each of them."""
     changes: tuple[tuple[str, Any], ...] = ()
+    suite: str | tuple[str, ...] = "full"
+    """The attacks in question."""
 
 
 COARSE = (0.0, 0.06, 0.1, 0.2)
 TINY: tuple[tuple[str, Any], ...] = (("steps", 20), ("width", 16), ("dagger_rounds", 0))
 PLANS: dict[str, Plan] = {
-    "smoke": Plan(2, (0.0, 0.1), 1, 1, 2, (0.0, 0.1), 2, (0.1,), 2_000, TINY),
+    "smoke": Plan(2, (0.0, 0.1), 1, 1, 2, (0.0, 0.1), 2, (0.1,), 2_000, TINY, ("pgd-10", "fgsm", "noise", "learned")),
     "cpu": Plan(50, EPS_GRID, 3, 1, 20, COARSE, 10, (0.1, 0.2), 60_000),
     "paper": Plan(50, EPS_GRID, 3, 3, 50, EPS_GRID, 50, EPS_GRID[1:]),
 }
@@ -180,7 +182,7 @@ def _under_suites(unit: Unit, plan: Plan, student: Policy, teacher: Policy, fold
         student,
         teacher,
         unit.task,
-        "full",
+        plan.suite,
         plan.suite_eps_grid,
         plan.suite_episodes,
         TEST_SEED,
