@@ -8,7 +8,7 @@ import torch
 
 from helpers import balancer
 from sortrl import attacks
-from sortrl.certified_return import certified_return, reachable_actions
+from sortrl.certified_return import certified_return
 from sortrl.collect import CollectConfig, collect
 from sortrl.distill import DistillConfig, distill
 from sortrl.envs import Simulator
@@ -56,7 +56,7 @@ def test_reachable_actions_hold_every_action_an_attack_reaches(n_actions):
     policy.calibrate(states)
     excluded = 0
     for eps in (0.01, 0.05, 0.2):
-        reachable = reachable_actions(policy, states, eps)
+        reachable = policy.reachable(states, eps)
         certificate = policy.certify_unit(states)
         rows = np.arange(len(states))
         assert reachable[rows, certificate.action].all()
@@ -99,7 +99,7 @@ def test_no_choice_among_the_reachable_actions_goes_below_the_bound(student, lev
         for _ in range(3):
             simulator, choices = Simulator(env, result.seed), 0
             while not simulator.done:
-                reachable = np.flatnonzero(reachable_actions(policy, policy.normalize(simulator.obs[None]), eps)[0])
+                reachable = np.flatnonzero(policy.reachable(policy.normalize(simulator.obs[None]), eps)[0])
                 assert len(reachable) == 1 or simulator.length >= result.prefix
                 choices += len(reachable) > 1
                 simulator.step(int(generator.choice(reachable)))

@@ -48,8 +48,8 @@ def test_schedules():
     assert exponents == sorted(exponents)
     assert config.lambda_at(0) == config.lambda_start
     assert config.lambda_at(999) == pytest.approx(config.lambda_end)
-    assert config.learning_rate_at(0) == config.learning_rate
-    assert config.learning_rate_at(1000) == pytest.approx(0.0)
+    assert config.cosine(0) == 1.0
+    assert config.cosine(1000) == pytest.approx(0.0)
     assert config.theta == 2 * config.eps
     assert PRESETS["paper"].width == 640
 

@@ -12,12 +12,10 @@ from sortrl.distill import DistillConfig, distill
 from sortrl.errors import SortRLError
 from sortrl.evaluate import evaluate
 from sortrl.monitor import Monitor
-from sortrl.nets import SortLinear, SortPolicy
+from sortrl.nets import SortLinear, SortPolicy, load
 from sortrl.pipeline import robustify
 from sortrl.records import Certificate, Decision, Demonstrations, EvalResult
 from sortrl.teachers import Teacher, load_teacher, train_teacher
-
-load = SortPolicy.load
 
 __all__ = [
     "Certificate",

@@ -11,7 +11,7 @@ import torch
 from sortrl.attacks import PGD
 from sortrl.envs import EnvInfo
 from sortrl.evaluate import valid_range
-from sortrl.nets import SortPolicy
+from sortrl.nets import CertifiedPolicy
 
 STEPS_PER_SIZE = 50  # on average, until an episode's perturbation gets another size
 
@@ -22,7 +22,7 @@ class UnderAttack:
     Certified decisions are not attacked, since they cannot change.
     """
 
-    def __init__(self, policy: SortPolicy, info: EnvInfo, eps: float, seed: int) -> None:
+    def __init__(self, policy: CertifiedPolicy, info: EnvInfo, eps: float, seed: int) -> None:
         self.policy, self.eps = policy, eps
         self.low, self.high = valid_range(policy, info)
         self.attack = PGD(steps=5, step_share=0.4)  # coarser than the test's: there are many states to visit

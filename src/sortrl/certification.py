@@ -15,7 +15,7 @@ from sortrl.certified_return import CertifiedReturn, certified_return
 from sortrl.certify import certificate_summary, certified_shares, fully_certified_episodes
 from sortrl.errors import SortRLError
 from sortrl.evaluate import Progress, episode_seeds, evaluate
-from sortrl.nets import SortPolicy
+from sortrl.nets import CertifiedPolicy
 from sortrl.records import EvalResult
 from sortrl.report.certificate import CertificateFigure, ReturnPoint, Scene, save_certificate
 from sortrl.watch import Episode, least_certain, pictures, play
@@ -134,7 +134,7 @@ class Certification:
 
 
 def certification(
-    policy: SortPolicy,
+    policy: CertifiedPolicy,
     env: str,
     eps_units: Sequence[float],
     episodes: int = 30,

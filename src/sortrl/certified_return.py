@@ -8,14 +8,10 @@ import math
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
-import torch
-from torch import Tensor
 
 from sortrl.envs import EnvInfo, Simulator, describe
 from sortrl.errors import SortRLError
-from sortrl.nets import SortPolicy
-from sortrl.nets.bounds import margin_radius, traced_scores
+from sortrl.nets import CertifiedPolicy
 
 # The least reward of any step, from the tasks' definitions: it bounds what was not searched. Never guessed.
 REWARD_FLOORS = {"CartPole-v0": 1.0, "CartPole-v1": 1.0, "Acrobot-v1": -1.0, "MountainCar-v0": -1.0}
@@ -40,22 +36,8 @@ class CertifiedReturn:
     complete: bool
 
 
-@torch.no_grad()
-def reachable_actions(policy: SortPolicy, unit: Tensor, eps_unit: float) -> npt.NDArray[np.bool_]:
-    """Which actions (batch, n_actions) an input within ``eps_unit`` of each state might make the policy choose.
-
-    Score differences move by at most 2 L eps plus rounding, so an action further behind than that cannot be forced. The
-    others perhaps cannot either: this is what is possible at most.
-    """
-    scores, magnitudes = traced_scores(policy, unit)
-    values = scores.numpy().astype(np.float64)
-    radii = margin_radius(policy.error_bound(), magnitudes.numpy()[:, None], values.max(1, keepdims=True) - values)
-    reachable: npt.NDArray[np.bool_] = radii <= eps_unit
-    return reachable
-
-
 def certified_return(
-    policy: SortPolicy,
+    policy: CertifiedPolicy,
     env: str,
     eps: float,
     seed: int,
@@ -70,6 +52,7 @@ def certified_return(
     ``budget`` simulated steps the least possible return among the open branches is the bound. What an open branch is
     worth at least follows from ``reward_floor``, the least reward of a step (known for CartPole, Acrobot, MountainCar).
 
+    >>> from sortrl.nets import SortPolicy
     >>> policy = SortPolicy((4,), 2, width=16, depth=3)
     >>> certified_return(policy, "CartPole-v1", eps=0.0, seed=0).exact
     True
@@ -84,7 +67,7 @@ def certified_return(
     search = _Search(info, floor)
     search.open(Simulator(info.env_id, seed))
     while search.nodes < budget and (states := search.take(min(NODES_AT_ONCE, budget - search.nodes))):
-        reachable = reachable_actions(policy, policy.normalize(np.stack([state.obs for state in states])), eps)
+        reachable = policy.reachable(policy.normalize(np.stack([state.obs for state in states])), eps)
         for state, actions in zip(states, reachable, strict=True):
             search.branch(state, [int(action) for action in np.flatnonzero(actions)])
     return search.result(float(eps), seed)

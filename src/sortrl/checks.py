@@ -20,7 +20,7 @@ from sortrl.attacks.suites import is_black_box
 from sortrl.attacks.valid import valid_range
 from sortrl.envs import EnvSlots, describe
 from sortrl.errors import SortRLError
-from sortrl.nets import SortPolicy
+from sortrl.nets import CertifiedPolicy
 from sortrl.records import Policy
 
 SLACK = 0.02  # share of the states that may go the other way: searches are heuristic, and some are random
@@ -68,7 +68,7 @@ def check_attacks(
         _stronger("an attack beats noise", broken(white_box), broken(UniformNoise()), "noise"),
         _breaks_when_unbounded(policy, unit, broken, white_box),
     ]
-    if isinstance(policy, SortPolicy):
+    if isinstance(policy, CertifiedPolicy):
         checks.append(_certificates_hold(policy, unit, broken, white_box))
     return checks
 
@@ -139,7 +139,7 @@ def _breaks_when_unbounded(
 
 
 def _certificates_hold(
-    policy: SortPolicy, unit: Tensor, broken: Callable[[Attack, Tensor], Broken], attack: Attack
+    policy: CertifiedPolicy, unit: Tensor, broken: Callable[[Attack, Tensor], Broken], attack: Attack
 ) -> Check:
     radius = torch.from_numpy(policy.certify_unit(unit).radius)
     flipped = int(broken(attack, 0.999 * radius).sum())

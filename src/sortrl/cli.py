@@ -254,9 +254,9 @@ def _save_certificates(run: Path, env_id: str, episodes: int, seed: int, path: P
 
     from sortrl.certificate_study import clean_episodes
     from sortrl.certify import save_certificates
-    from sortrl.nets import SortPolicy
+    from sortrl.nets import load, sort_layers_only
 
-    policy = SortPolicy.load(run)
+    policy = sort_layers_only(load(run), "Saving certificates")
     states = torch.cat(clean_episodes(policy, env_id, episodes, seed))
     save_certificates(path, policy, states, policy.certify_unit(states), run)
     print(f"certificates: {path} (check them with: sortrl verify {path})")
@@ -352,10 +352,11 @@ def export(run: Annotated[Path, tyro.conf.Positional], onnx: Path) -> None:
         run: Directory of a run.
         onnx: File to write.
     """
+    from sortrl.nets import sort_layers_only
     from sortrl.nets.export import export_onnx
     from sortrl.pipeline import open_run
 
-    export_onnx(open_run(run)[1], onnx)
+    export_onnx(sort_layers_only(open_run(run)[1], "Exporting to ONNX"), onnx)
     print(f"onnx: {onnx}")
 
 

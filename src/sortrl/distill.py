@@ -1,4 +1,4 @@
-"""Distillation: teach a SortPolicy the teacher's actions while widening its margins (the paper's Eq. pi_loss)."""
+"""Distillation: teach a certified policy the teacher's actions while widening its margins (the paper's Eq. pi_loss)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from sortrl.checkpoint import Checkpoint
 from sortrl.errors import SortRLError
-from sortrl.nets import SortPolicy
+from sortrl.nets import CertifiedPolicy, HybridPolicy, SortPolicy
 from sortrl.normalizer import Normalizer
 from sortrl.records import Demonstrations
 
@@ -65,6 +65,10 @@ class DistillConfig:
     """Share of the cross-entropy that is taken against the teacher's softmax instead of its action."""
     mask_chunk: int = 128
     """Samples that share one random mask."""
+    head: tuple[int, ...] | None = None
+    """Linear layers after the sort layers, with these widths between them, bounded by intervals; None: sort layers alone."""
+    head_learning_rate: float = 0.002
+    """Of those linear layers."""
     conv: tuple[tuple[int, int, int], ...] = ()
     """Layers over the patches of images: (channels, kernel, stride) each."""
     pool: int = 1
@@ -124,15 +128,16 @@ class DistillConfig:
     def lambda_at(self, step: int) -> float:
         return float(self.lambda_start * (self.lambda_end / self.lambda_start) ** self.rise(step))
 
-    def learning_rate_at(self, step: int) -> float:
-        return 0.5 * self.learning_rate * (1.0 + math.cos(math.pi * step / self.steps))
+    def cosine(self, step: int) -> float:
+        """What part of its learning rate a step has."""
+        return 0.5 * (1.0 + math.cos(math.pi * step / self.steps))
 
 
 @dataclass(frozen=True)
 class Distilled:
     """A trained, calibrated student, its training curve, and how it does on held-out episodes (if given)."""
 
-    policy: SortPolicy
+    policy: CertifiedPolicy
     history: list[dict[str, Any]]
     held_out: dict[str, float] | None
 
@@ -186,7 +191,8 @@ def distill(
         )
     generator = torch.Generator().manual_seed(seed)
     policy = _initial_policy(demonstrations, normalizer, config, generator)
-    optimizer = _optimizer(policy, config)
+    trunk = policy.trunk if isinstance(policy, HybridPolicy) else policy
+    optimizer = _optimizer(policy, trunk, config)
     states = torch.from_numpy(np.ascontiguousarray(demonstrations.obs))
     labels = torch.from_numpy(demonstrations.actions.astype(np.int64))
     teacher_logits = torch.from_numpy(demonstrations.logits.astype(np.float32))
@@ -198,19 +204,19 @@ def distill(
 
     policy.train()
     for step in range(first, config.steps):
-        policy.p.fill_(config.p_at(step))
+        trunk.p.fill_(config.p_at(step))
         for group in optimizer.param_groups:
-            group["lr"] = config.learning_rate_at(step)
+            group["lr"] = group["peak"] * config.cosine(step)
         index = torch.randint(len(states), (config.batch,), generator=generator)
         target = labels[index]
         unit = normalizer(states[index])
         optimizer.zero_grad(set_to_none=True)  # before the forward pass, which can use their memory
         exact = step >= config.steps * (1.0 - config.exact_share)
-        scores = policy.exact_training_scores(unit) if exact else policy.training_scores(unit, generator)
-        margin = margins(scores, target)
+        outputs = trunk.exact_training_scores(unit) if exact else trunk.training_scores(unit, generator)
+        logits, margin, proven, robust = _judged(policy, outputs, target, config, step)
         lam = config.lambda_at(step)
-        imitation = imitation_loss(policy.mu * scores, target, teacher_logits[index], config.soft_targets)
-        loss = lam * imitation + robust_loss(margin, config.theta)
+        imitation = imitation_loss(logits, target, teacher_logits[index], config.soft_targets)
+        loss = lam * imitation + robust
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
 
@@ -221,8 +227,8 @@ def distill(
                 "loss": float(loss.detach()),
                 "cross_entropy": float(imitation.detach()),
                 "agreement": float((margin >= 0).float().mean()),
-                "certified": float((margin > 2 * config.eps * policy.lipschitz).float().mean()),
-                "p": min(float(policy.p), 1e9),  # JSON has no infinity
+                "certified": float(proven.float().mean()),
+                "p": min(float(trunk.p), 1e9),  # JSON has no infinity
                 "lambda": lam,
             }
             history.append(row)
@@ -239,6 +245,27 @@ def distill(
     return Distilled(policy, history, None if held_out is None else held_out_metrics(policy, held_out, config.eps))
 
 
+def _judged(
+    policy: SortPolicy | HybridPolicy, outputs: Tensor, target: Tensor, config: DistillConfig, step: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Logits for the cross-entropy, margins, whether they are wide enough for eps, and the robust loss."""
+    if isinstance(policy, SortPolicy):
+        margin = margins(outputs, target)
+        return (
+            policy.mu * outputs,
+            margin,
+            margin > 2 * config.eps * policy.lipschitz,
+            robust_loss(margin, config.theta),
+        )
+    scores = policy.head(outputs)
+    # The box grows with p, so that the head first learns what to separate, then how far.
+    reach = 0.5 * config.theta * config.rise(step)
+    worst = policy.head.leads_within(outputs, outputs.new_tensor(reach), target).amin(1)
+    margin = margins(scores, target)
+    robust = torch.where(margin >= 0, functional.relu(1.0 - worst), torch.zeros_like(worst)).mean()
+    return scores, margin, worst > 0, robust
+
+
 def _calibration_states(obs_size: int) -> int:
     """How many states to take means over: as many as do some good, within some hundred megabytes of images."""
     return max(1024, min(16384, (1 << 25) // obs_size))
@@ -246,36 +273,47 @@ def _calibration_states(obs_size: int) -> int:
 
 def _initial_policy(
     demonstrations: Demonstrations, normalizer: Normalizer, config: DistillConfig, generator: torch.Generator
-) -> SortPolicy:
-    policy = SortPolicy(
-        demonstrations.obs.shape[1:],
-        demonstrations.n_actions,
-        config.width,
-        config.depth,
-        config.rho,
-        scale=config.scale,
-        mask_chunk=config.mask_chunk,
-        conv=config.conv,
-        pool=config.pool,
-        normalizer=normalizer,
+) -> SortPolicy | HybridPolicy:
+    kind: Any = SortPolicy
+    shape = {name: getattr(config, name) for name in ("width", "depth", "rho", "scale", "mask_chunk", "conv", "pool")}
+    if config.head is not None:
+        kind, shape = HybridPolicy, {**shape, "hidden": config.head}
+    policy: SortPolicy | HybridPolicy = kind(
+        demonstrations.obs.shape[1:], demonstrations.n_actions, normalizer=normalizer, **shape
     )
+    trunk = policy.trunk if isinstance(policy, HybridPolicy) else policy
     with torch.no_grad():
-        for layer in policy.layers:
+        for layer in trunk.layers:
             layer.weight.normal_(generator=generator)
-        policy.mu.fill_(config.mu_start or 0.5 / (max(config.eps, 0.005) * config.scale))
+        trunk.mu.fill_(config.mu_start or 0.5 / (max(config.eps, 0.005) * config.scale))
+        if isinstance(policy, HybridPolicy):
+            _prepare_head(policy, normalizer(torch.from_numpy(demonstrations.obs[: config.batch])), generator)
     return policy
 
 
-def _optimizer(policy: SortPolicy, config: DistillConfig) -> torch.optim.AdamW:
-    """AdamW; only mu decays, because a sort layer's weights are positions and have no natural zero."""
-    positions = [parameter for name, parameter in policy.named_parameters() if name != "mu"]
-    groups = [{"params": positions, "weight_decay": 0.0}, {"params": [policy.mu], "weight_decay": 0.02}]
+def _prepare_head(policy: HybridPolicy, unit: Tensor, generator: torch.Generator) -> None:
+    """Linear layers learn from centred features; a fresh network's are all far below zero."""
+    policy.trunk.calibrate(unit)
+    policy.trunk.bias.add_(policy.trunk.scores(unit).mean(0))
+    for layer in policy.head.layers:
+        assert isinstance(layer, torch.nn.Linear)
+        layer.weight.normal_(0.0, layer.weight.shape[1] ** -0.5, generator=generator)
+        layer.bias.zero_()
+
+
+def _optimizer(policy: SortPolicy | HybridPolicy, trunk: SortPolicy, config: DistillConfig) -> torch.optim.AdamW:
+    """AdamW; only mu and linear weights decay, because a sort layer's weights are positions and have no natural zero."""
+    positions = [parameter for name, parameter in trunk.named_parameters() if name != "mu"]
+    others = [(list(policy.head.parameters()), config.head_learning_rate)] if isinstance(policy, HybridPolicy) else []
+    others += [([trunk.mu], config.learning_rate)]
+    groups = [{"params": positions, "weight_decay": 0.0, "peak": config.learning_rate}]
+    groups += [{"params": parameters, "weight_decay": 0.02, "peak": peak} for parameters, peak in others]
     # Fused: one pass over the weights and no temporary copies of them.
     return torch.optim.AdamW(groups, lr=config.learning_rate, betas=(0.9, 0.99), eps=1e-10, fused=True)
 
 
 @torch.no_grad()
-def held_out_metrics(policy: SortPolicy, held_out: Demonstrations, eps: float) -> dict[str, float]:
+def held_out_metrics(policy: CertifiedPolicy, held_out: Demonstrations, eps: float) -> dict[str, float]:
     """Agreement with the teacher and certified share of the evaluation network on episodes it was not trained on."""
     parts = [policy.certify(held_out.obs[start : start + 4096]) for start in range(0, len(held_out), 4096)]
     action = np.concatenate([part.action for part in parts])

@@ -16,7 +16,7 @@ from sortrl.attacks import Aimed, Attack
 from sortrl.attacks.valid import valid_range
 from sortrl.envs import EnvSlots
 from sortrl.errors import SortRLError
-from sortrl.nets import SortPolicy
+from sortrl.nets import CertifiedPolicy
 from sortrl.records import EvalResult, Policy
 from sortrl.timing import Timing
 
@@ -117,7 +117,7 @@ def evaluate(
                         progress({"episodes": len(finished), "total": episodes})
     ordered = [finished[s] for s in seeds]
     lengths = np.array([len(episode.actions) for episode in ordered])
-    certified = isinstance(policy, SortPolicy)
+    certified = isinstance(policy, CertifiedPolicy)
     return EvalResult(
         env_id=env,
         policy=str(name or getattr(policy, "name", type(policy).__name__)),
@@ -164,7 +164,7 @@ def _aimed(attack: Attack, aims: npt.NDArray[np.int64] | None) -> Attack:
 @torch.no_grad()
 def _decide(policy: Policy, unit: Tensor) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64] | None]:
     """Actions and, where the policy has certificates, radii."""
-    if isinstance(policy, SortPolicy):
+    if isinstance(policy, CertifiedPolicy):
         certificate = policy.certify_unit(unit)
         return certificate.action.astype(np.int64), certificate.radius.astype(np.float64)
     return policy.scores(unit).argmax(1).numpy(), None

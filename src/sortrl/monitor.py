@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sortrl.errors import SortRLError
-from sortrl.nets import SortPolicy
+from sortrl.nets import CertifiedPolicy
 from sortrl.records import Decision
 
 
@@ -53,6 +53,7 @@ class Monitor(gym.Wrapper[Any, Any, Any, Any]):
     policy where its decision is not certified at eps: an object with ``predict``, a callable on one raw observation, or
     an action. ``on_uncertified`` is called with an :class:`Uncertified` there.
 
+    >>> from sortrl.nets import SortPolicy
     >>> policy = SortPolicy((4,), 2, width=16, depth=3)
     >>> env = Monitor(gym.make("CartPole-v1"), policy, eps=0.1, fallback=0)
     >>> obs, info = env.reset(seed=0)
@@ -66,7 +67,7 @@ class Monitor(gym.Wrapper[Any, Any, Any, Any]):
     def __init__(
         self,
         env: gym.Env[Any, Any],
-        policy: SortPolicy,
+        policy: CertifiedPolicy,
         eps: float,
         fallback: Any = None,
         on_uncertified: Callable[[Uncertified], object] | None = None,
@@ -150,13 +151,13 @@ class Monitor(gym.Wrapper[Any, Any, Any, Any]):
         )
 
 
-def _check(env: gym.Env[Any, Any], policy: SortPolicy, eps: float, fallback: Any) -> int:
+def _check(env: gym.Env[Any, Any], policy: CertifiedPolicy, eps: float, fallback: Any) -> int:
     """Everything that can be wrong before the first step; returns the number of actions."""
     if not isinstance(env, gym.Env):
         raise SortRLError(
             f"Monitor: env is {type(env).__name__}, expected one gymnasium environment (not a vector of them)."
         )
-    if not isinstance(policy, SortPolicy):
+    if not isinstance(policy, CertifiedPolicy):
         raise SortRLError(
             f"Monitor: policy is {type(policy).__name__}, expected a SortPolicy: only those have certificates."
         )

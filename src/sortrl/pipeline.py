@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from sortrl import attacks, provenance, report
+from sortrl import attacks, nets, provenance, report
 from sortrl.attacked import UnderAttack
 from sortrl.certify import certificate_summary
 from sortrl.collect import CollectConfig, collect, load_demonstrations, merge, save_demonstrations, split
@@ -28,7 +28,7 @@ from sortrl.envs import describe
 from sortrl.errors import SortRLError
 from sortrl.evaluate import evaluate
 from sortrl.files import read_json, remove_leftovers, write_json
-from sortrl.nets import SortPolicy
+from sortrl.nets import CertifiedPolicy
 from sortrl.progress import Report, stage
 from sortrl.records import Demonstrations, Policy
 from sortrl.suite import evaluate_suite
@@ -51,7 +51,7 @@ def robustify(
     command: str | None = None,
     quiet: bool = True,
     **changes: Any,
-) -> SortPolicy:
+) -> CertifiedPolicy:
     """Turn an agent into a certified policy.
 
     Args:
@@ -125,10 +125,10 @@ class Run:
             if path.exists():
                 write_json(path, {**read_json(path), "stage_seconds": self.seconds})
 
-    def student(self, teacher: Teacher) -> SortPolicy:
+    def student(self, teacher: Teacher) -> CertifiedPolicy:
         """Data and distillation: everything up to the policy."""
         if (self.directory / "policy.safetensors").exists():
-            return SortPolicy.load(self.directory)
+            return nets.load(self.directory)
         teacher = smoothed(teacher, self.config.smoothing) if self.config.smoothing > 0 else teacher
         data = self.demonstrations(teacher)
         training, held_out = split(data, VALIDATION_SHARE, self.seed)
@@ -241,7 +241,7 @@ class Run:
                 write_json(path, rows)
         return rows
 
-    def strongest(self, policy: SortPolicy, teacher: Teacher) -> list[dict[str, Any]]:
+    def strongest(self, policy: CertifiedPolicy, teacher: Teacher) -> list[dict[str, Any]]:
         """Returns of both at the eps that was trained for, under attacks of other kinds: one that fails proves nothing."""
         if not self.config.suite or self.config.eps == 0:
             return []
@@ -260,7 +260,7 @@ class Run:
             )
         return [row for row in result.rows if row["eps"] > 0]
 
-    def results(self, policy: SortPolicy, teacher: Teacher, source: str, command: str) -> dict[str, Any]:
+    def results(self, policy: CertifiedPolicy, teacher: Teacher, source: str, command: str) -> dict[str, Any]:
         """Evaluate what is not evaluated yet and write results.json, from which alone the report is made."""
         evaluation = self.evaluation({"teacher": teacher, "student": policy}) + self.strongest(policy, teacher)
         info, training = describe(self.env_id), read_json(self.directory / "training.json")
@@ -285,9 +285,10 @@ class Run:
             "config": _plain(asdict(self.config)),
             "data": training["data"],
             "policy": {
-                "parameters": sum(parameter.numel() for parameter in policy.parameters()),
+                "kind": policy.kind,
+                "parameters": policy.parameter_count,
                 "lipschitz": policy.lipschitz,
-                **_plain(asdict(policy.config)),
+                **_plain(policy.describe()),
             },
             "training": training["history"],
             "evaluation": evaluation,
@@ -297,7 +298,7 @@ class Run:
         return results
 
 
-def open_run(directory: Path) -> tuple[str, SortPolicy, Teacher | None]:
+def open_run(directory: Path) -> tuple[str, CertifiedPolicy, Teacher | None]:
     """The environment, the policy and (if it was kept) the teacher of a run."""
     if not (directory / "run.json").exists():
         raise SortRLError(
@@ -306,7 +307,7 @@ def open_run(directory: Path) -> tuple[str, SortPolicy, Teacher | None]:
     env_id = str(read_json(directory / "run.json")["identity"]["env"])
     folder = directory / "teacher"
     teacher = Teacher.load(folder) if (folder / "teacher.safetensors").exists() else None
-    return env_id, SortPolicy.load(directory), teacher
+    return env_id, nets.load(directory), teacher
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from sortrl.attacks import Attack
 from sortrl.envs import Simulator, describe
 from sortrl.errors import SortRLError
 from sortrl.evaluate import valid_range
-from sortrl.nets import SortPolicy
+from sortrl.nets import CertifiedPolicy
 
 
 @dataclass(frozen=True)
@@ -60,12 +60,18 @@ class Episode:
 
 
 def play(
-    policy: SortPolicy, env: str, eps: float, attack: Attack | None = None, seed: int = 0, max_steps: int | None = None
+    policy: CertifiedPolicy,
+    env: str,
+    eps: float,
+    attack: Attack | None = None,
+    seed: int = 0,
+    max_steps: int | None = None,
 ) -> Episode:
     """Play the episode that ``seed`` names, every observation perturbed by ``attack`` within ``eps`` (unit space).
 
     Radii are those of the true observations. Without an attack, eps only says what counts as certified.
 
+    >>> from sortrl.nets import SortPolicy
     >>> episode = play(SortPolicy((4,), 2, width=16, depth=3), "CartPole-v1", eps=0.1, max_steps=5)
     >>> len(episode), episode.total, episode.attack
     (5, 5.0, 'none')

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from sortrl.errors import SortRLError
 from sortrl.files import read_tensors, write_tensors
-from sortrl.nets import SortPolicy
-from sortrl.nets.policy import FILE_NAME
+from sortrl.nets import SortPolicy, sort_layers_only
+from sortrl.nets.certified import FILE_NAME
 from sortrl.records import Certificate
 
 FORMAT = "sortrl-certificates-1"
@@ -42,6 +42,7 @@ def save_certificates(
     ``policy_file`` is where the policy was saved (the file or its directory); it is named relative to ``path``, so that
     the two can travel together, and its weights must be those of ``policy``.
     """
+    sort_layers_only(policy, "Saving certificates")
     if len(unit) != len(certificate) or tuple(unit.shape[1:]) != policy.obs_shape:
         raise SortRLError(
             f"save_certificates: {len(certificate)} certificates for states of shape {tuple(unit.shape)}, expected "

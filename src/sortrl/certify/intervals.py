@@ -8,22 +8,22 @@ import torch
 from torch import Tensor
 
 from sortrl.errors import SortRLError
-from sortrl.nets import SortPolicy
-from sortrl.nets.bounds import box_around, proven
+from sortrl.nets import CertifiedPolicy
+from sortrl.nets.bounds import box_around
 
 BOXES_AT_ONCE = 2048
 
 
 @torch.no_grad()
-def proven_in_box(policy: SortPolicy, lo: Tensor, hi: Tensor, action: Tensor) -> Tensor:
+def proven_in_box(policy: CertifiedPolicy, lo: Tensor, hi: Tensor, action: Tensor) -> Tensor:
     """Whether (batch,) intervals prove ``action`` (batch,) for every input of the unit-space boxes [lo, hi]."""
     parts = zip(*(torch.split(tensor, BOXES_AT_ONCE) for tensor in (lo, hi, action)), strict=True)
-    return torch.cat([proven(policy, *part) for part in parts]) if len(lo) else torch.zeros(0, dtype=torch.bool)
+    return torch.cat([policy.proven(*part) for part in parts]) if len(lo) else torch.zeros(0, dtype=torch.bool)
 
 
 @torch.no_grad()
 def interval_radius(
-    policy: SortPolicy,
+    policy: CertifiedPolicy,
     unit: Tensor,
     low: Tensor | None = None,
     high: Tensor | None = None,
@@ -38,6 +38,7 @@ def interval_radius(
     coordinate may move: a single 1 among zeros asks how wrong one sensor may be alone. Found by bisection in ``steps``
     steps; what is returned was itself proven. It is at least the margin's radius.
 
+    >>> from sortrl.nets import SortPolicy
     >>> policy = SortPolicy((3,), 2, width=16, depth=2)
     >>> x = torch.randn(10, 3)
     >>> bool((interval_radius(policy, x, weights=torch.tensor([1.0, 0.0, 0.0])) >= interval_radius(policy, x)).all())

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from sortrl.certify.intervals import interval_radius, proven_in_box
 from sortrl.errors import SortRLError
-from sortrl.nets import SortPolicy
+from sortrl.nets import SortPolicy, sort_layers_only
 from sortrl.nets.bounds import RADIUS_DOWN, box_around
 
 AT_ONCE = 1024  # boxes per step, over all states
@@ -90,6 +90,7 @@ def exact_radius(
     >>> bool(bracket.lower[0] <= bracket.upper[0])
     True
     """
+    sort_layers_only(policy, "The complete search")
     if not tolerance > 0 or not reach > 0 or len(policy.obs_shape) != 1:
         raise SortRLError(
             f"exact_radius: tolerance {tolerance}, reach {reach}, observations of shape {policy.obs_shape}; expected "

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from sortrl.certify.intervals import proven_in_box
 from sortrl.errors import SortRLError
-from sortrl.nets import SortPolicy
+from sortrl.nets import CertifiedPolicy
 from sortrl.nets.bounds import box_around
 from sortrl.records import EvalResult
 
@@ -26,7 +26,7 @@ ACR_VARIANTS = {
 
 
 def acr(
-    policy: SortPolicy,
+    policy: CertifiedPolicy,
     episodes: Sequence[Tensor],
     eps_unit: float,
     variant: str = "margin",
@@ -38,6 +38,7 @@ def acr(
     SA-DQN and RADIAL bound differences of scores through a linear output layer. A sort layer has no such form, so here
     each score is bounded by itself, and a state also counts where the margin certifies it.
 
+    >>> from sortrl.nets import SortPolicy
     >>> policy = SortPolicy((3,), 2, width=16, depth=2)
     >>> states = [torch.randn(20, 3), torch.randn(5, 3)]
     >>> acr(policy, states, 0.0, "margin") == acr(policy, states, 0.0, "sa-dqn")

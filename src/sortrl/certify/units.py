@@ -11,7 +11,7 @@ from torch import Tensor
 
 from sortrl.certify.intervals import proven_in_box
 from sortrl.errors import SortRLError
-from sortrl.nets import SortPolicy
+from sortrl.nets import CertifiedPolicy
 from sortrl.nets.bounds import RADIUS_DOWN, box_around
 
 # |unit as computed - unit exactly| <= ROUNDED * |unit as computed| + TINY: float64 arithmetic, then rounding to float32.
@@ -21,13 +21,14 @@ SLIGHTLY_MORE = 1.0 + 1e-12  # many times the rounding errors of these few float
 BYTE = 255
 
 
-def raw_radii(policy: SortPolicy, obs: npt.ArrayLike | Tensor) -> npt.NDArray[np.float64]:
+def raw_radii(policy: CertifiedPolicy, obs: npt.ArrayLike | Tensor) -> npt.NDArray[np.float64]:
     """Radii (batch, *obs_shape) in raw units: while every value stays within its own, the action cannot change.
 
     They are ``radius * scale``, less what the normaliser may round. Where it clips a value, the value may also move
     freely as far as it stays clipped.
 
     >>> from sortrl.normalizer import Normalizer
+    >>> from sortrl.nets import SortPolicy
     >>> policy = SortPolicy((2,), 2, width=8, depth=2, normalizer=Normalizer([0.0, 0.0], [1.0, 50.0]))
     >>> raw = raw_radii(policy, [[0.3, 10.0]])[0]
     >>> bool(raw[1] >= 49.9 * raw[0])
@@ -42,7 +43,7 @@ def raw_radii(policy: SortPolicy, obs: npt.ArrayLike | Tensor) -> npt.NDArray[np
 
 
 def certified_for(
-    policy: SortPolicy,
+    policy: CertifiedPolicy,
     obs: npt.ArrayLike | Tensor,
     eps: npt.ArrayLike,
     *,
@@ -56,6 +57,7 @@ def certified_for(
     whether the largest of the budgets is within its radius; where it is not, intervals are asked about the very box,
     clipped to the valid range ``low``, ``high`` (unit space) if given.
 
+    >>> from sortrl.nets import SortPolicy
     >>> policy = SortPolicy((2,), 2, width=8, depth=2)
     >>> certified_for(policy, [[0.3, 10.0]], eps=[0.0, 0.0])
     array([ True])
@@ -86,12 +88,13 @@ def certified_for(
     return certified.numpy()
 
 
-def certified_levels(policy: SortPolicy, obs: npt.ArrayLike | Tensor) -> npt.NDArray[np.int64]:
+def certified_levels(policy: CertifiedPolicy, obs: npt.ArrayLike | Tensor) -> npt.NDArray[np.int64]:
     """For observations of bytes: the largest k (batch,) such that no change of up to k levels per value changes the action.
 
     -1 where not even the tie of two actions is excluded. k / 255 is the radius as the literature on images states it.
 
     >>> from sortrl.normalizer import Normalizer
+    >>> from sortrl.nets import SortPolicy
     >>> policy = SortPolicy((1, 4, 4), 2, width=8, depth=2, normalizer=Normalizer.from_pixels((1, 4, 4)))
     >>> bool(certified_levels(policy, np.zeros((1, 1, 4, 4), np.uint8))[0] >= -1)
     True
@@ -122,7 +125,7 @@ def _rounding(unit: Tensor) -> Tensor:
     return ROUNDED * unit.abs().double() + TINY
 
 
-def _clipped_by(policy: SortPolicy, raw: Tensor) -> Tensor:
+def _clipped_by(policy: CertifiedPolicy, raw: Tensor) -> Tensor:
     """How far beyond the clip a value is, in unit space, rounded down."""
     normalizer = policy.normalizer
     exact = ((raw - normalizer.mean) / normalizer.scale).abs()

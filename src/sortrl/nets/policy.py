@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -16,14 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from sortrl.errors import SortRLError
-from sortrl.files import read_tensors, write_tensors
-from sortrl.nets.bounds import ErrorBound, FrontEnd, decide_one, error_bound, margin_radius, traced_scores
+from sortrl.nets.bounds import ErrorBound, FrontEnd, decide_one, error_bound, margin_radius, proven, traced_scores
+from sortrl.nets.certified import CertifiedPolicy, Decided, load_policy, overflow, ranked
 from sortrl.nets.layers import AveragePool, Crop, MeanShift, Scale, SortConv, SortLinear
 from sortrl.normalizer import Normalizer
-from sortrl.records import Certificate, Decision
-
-FORMAT_VERSION = 1
-FILE_NAME = "policy.safetensors"
+from sortrl.records import Decision
 
 
 @dataclass(frozen=True)
@@ -67,7 +63,7 @@ class PolicyConfig:
             raise SortRLError(f"SortPolicy: conv is {self.conv}, expected (channels, kernel, stride) for each layer.")
 
 
-class SortPolicy(nn.Module):
+class SortPolicy(CertifiedPolicy):
     """A policy that plays the arg-max of scores that are ``lipschitz``-Lipschitz in l_inf.
 
     Two networks share the weights. :meth:`scores` is the evaluation network: exact sort layers and running means; it is
@@ -80,6 +76,7 @@ class SortPolicy(nn.Module):
     ((5,), True)
     """
 
+    kind = "sort"
     p: Tensor
 
     def __init__(
@@ -152,11 +149,6 @@ class SortPolicy(nn.Module):
     def _front_lipschitz(self) -> float:
         return math.prod(part.lipschitz for part in self.front)
 
-    def normalize(self, obs: npt.ArrayLike | Tensor) -> Tensor:
-        """Raw observations (batch, *obs_shape) -> unit space, where eps, radii and the Lipschitz constant live."""
-        unit: Tensor = self.normalizer(obs)
-        return unit
-
     def scores(self, unit: Tensor) -> Tensor:
         """Scores (batch, n_actions) of the evaluation network; differentiable."""
         return self._through(unit, lambda layer, x: layer(x))
@@ -217,35 +209,25 @@ class SortPolicy(nn.Module):
             shift.running_mean.copy_(y.double().mean(0))
             x = shift(y)
 
-    @torch.no_grad()
-    def certify(self, obs: npt.ArrayLike | Tensor) -> Certificate:
-        """Certificates for raw observations (batch, *obs_shape), radii in unit space."""
-        return self.certify_unit(self.normalize(obs))
-
-    @torch.no_grad()
-    def certify_unit(self, unit: Tensor) -> Certificate:
-        """Certificates for unit-space inputs: (margin - rounding) / (2 L), 0 for a tie.
-
-        No float32 input within the radius, its border included, changes the arg-max of the scores as they are computed:
-        every rounding, of the state and of its perturbed twin, is accounted for (docs/certificates.md).
-        """
-        if tuple(unit.shape[1:]) != self.obs_shape or unit.ndim == 0 or not bool(torch.isfinite(unit).all()):
-            raise SortRLError(
-                f"certify: inputs of shape {tuple(unit.shape)}, expected (batch, {', '.join(map(str, self.obs_shape))}) "
-                "without NaN or infinity; no decision can be certified for anything else."
-            )
-        return Certificate(*self._decide(unit))
-
-    def _decide(self, unit: Tensor) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64], npt.NDArray[np.int64]]:
-        """Action, radius and runner-up of finite inputs; of equal scores the first action comes first."""
+    def _decide(self, unit: Tensor) -> Decided:
+        """The radius is (margin - rounding) / (2 L)."""
         scores, magnitudes = traced_scores(self, unit)
-        falling = -scores.cpu().numpy().astype(np.float64)
-        order = falling.argsort(1, kind="stable")
-        falling.sort(1)
-        if not math.isfinite(falling.sum()):
-            raise _overflow(unit)
-        margin = falling[:, 1] - falling[:, 0]
-        return order[:, 0], margin_radius(self.error_bound(), magnitudes.cpu().numpy(), margin), order[:, 1]
+        action, runner_up, margin = ranked(scores, unit)
+        return action, margin_radius(self.error_bound(), magnitudes.cpu().numpy(), margin), runner_up
+
+    @torch.no_grad()
+    def reachable(self, unit: Tensor, eps_unit: float) -> npt.NDArray[np.bool_]:
+        """Score differences move by at most 2 L eps plus rounding: an action further behind than that cannot be forced."""
+        scores, magnitudes = traced_scores(self, unit)
+        values = scores.numpy().astype(np.float64)
+        behind = values.max(1, keepdims=True) - values
+        possible: npt.NDArray[np.bool_] = (
+            margin_radius(self.error_bound(), magnitudes.numpy()[:, None], behind) <= eps_unit
+        )
+        return possible
+
+    def proven(self, lo: Tensor, hi: Tensor, action: Tensor) -> Tensor:
+        return proven(self, lo, hi, action)
 
     def error_bound(self) -> ErrorBound:
         """Lipschitz constant and rounding errors: what certificates need of the fixed parts of the network.
@@ -259,46 +241,16 @@ class SortPolicy(nn.Module):
         return self._bound[1]
 
     @torch.no_grad()
-    def predict(
-        self,
-        observation: npt.ArrayLike,
-        state: Any = None,
-        episode_start: Any = None,
-        deterministic: bool = True,
-    ) -> tuple[npt.NDArray[np.int64], Any]:
-        """Actions for raw observations, one or a batch, with Stable-Baselines3's signature (always deterministic)."""
-        obs = np.asarray(observation)
-        single = obs.shape == self.obs_shape
-        actions = self.scores(self.normalize(obs[None] if single else obs)).argmax(1).numpy()
-        return (actions[0] if single else actions), state
-
-    @torch.no_grad()
     def predict_certified(self, observation: npt.ArrayLike) -> Decision:
-        """Actions for raw observations, one or a batch, each with its certificate: the cost of one :meth:`predict`.
-
-        >>> decision = SortPolicy((4,), 2, width=16, depth=3).predict_certified(np.zeros(4))
-        >>> float(decision.radius) >= 0, int(decision.action) + int(decision.runner_up)
-        (True, 1)
-        """
+        """Actions for raw observations, one or a batch, each with its certificate: the cost of one :meth:`predict`."""
         obs = np.asarray(observation)
         if obs.shape == self.obs_shape:
             unit = self.normalize(obs[None])
             action, radius, runner_up, margin = decide_one(self, self.error_bound(), unit)
             if not math.isfinite(margin):
-                raise _overflow(unit)
+                raise overflow(unit)
             return Decision(np.int64(action), np.float64(radius), np.int64(runner_up))
         return Decision(*self._decide(self.normalize(obs)))
-
-    def as_classifier(self) -> nn.Module:
-        """A frozen copy as a plain module, unit-space inputs (batch, *obs_shape) to scores, for libraries of attacks.
-
-        For example ``foolbox.PyTorchModel(policy.as_classifier(), bounds=(lo, hi))``, or ``PyTorchClassifier`` of the
-        Adversarial Robustness Toolbox. A copy: such libraries differentiate parameters and set training mode.
-
-        >>> SortPolicy((4,), 2, width=16, depth=3).as_classifier()(torch.zeros(5, 4)).shape
-        torch.Size([5, 2])
-        """
-        return _Classifier(copy.deepcopy(self)).eval().requires_grad_(False)
 
     def export_onnx(self, path: str | Path) -> None:
         """Write the evaluation network as ONNX: raw observation in; action, scores and certified radius out.
@@ -309,62 +261,12 @@ class SortPolicy(nn.Module):
 
         export_onnx(self, path)
 
-    def save(self, path: str | Path) -> None:
-        """Write ``policy.safetensors`` into the directory ``path``: weights and, as metadata, the configuration."""
-        clip = self.normalizer.clip
-        metadata = {"format": FORMAT_VERSION, "config": asdict(self.config), "clip": None if math.isinf(clip) else clip}
-        write_tensors(Path(path) / FILE_NAME, self.state_dict(), metadata)
+    def describe(self) -> dict[str, Any]:
+        return asdict(self.config)
 
     @classmethod
     def load(cls, path: str | Path) -> SortPolicy:
         """Read what :meth:`save` wrote, from the directory or the file itself."""
-        file = Path(path)
-        file = file / FILE_NAME if file.is_dir() else file
-        tensors, metadata = read_tensors(file)
-        if metadata.get("format") != FORMAT_VERSION:
-            raise SortRLError(
-                f"{file}: format {metadata.get('format')!r}, this version reads {FORMAT_VERSION}. Update sortrl."
-            )
-        try:
-            config = PolicyConfig(**{name: _tuples(value) for name, value in metadata["config"].items()})
-            clip = metadata["clip"]
-            normalizer = Normalizer(
-                tensors["normalizer.mean"], tensors["normalizer.scale"], math.inf if clip is None else clip
-            )
-        except (KeyError, TypeError, AttributeError) as error:
-            raise SortRLError(
-                f"{file}: incomplete or foreign metadata ({error}). It is not a sortrl policy."
-            ) from error
-        policy = cls.from_config(config, normalizer)
-        try:
-            policy.load_state_dict(tensors)
-        except RuntimeError as error:
-            raise SortRLError(f"{file}: weights do not fit the configuration. {error}") from error
-        if not all(torch.isfinite(t).all() for t in policy.state_dict().values() if t.ndim):
-            raise SortRLError(f"{file}: weights contain NaN or infinity.")
-        policy.eval().requires_grad_(False)
+        policy = load_policy(path, {cls.kind: cls})
+        assert isinstance(policy, cls)
         return policy
-
-    @classmethod
-    def from_config(cls, config: PolicyConfig, normalizer: Normalizer | None = None) -> SortPolicy:
-        return cls(normalizer=normalizer, **vars(replace(config)))
-
-
-class _Classifier(nn.Module):
-    """The evaluation network of a policy behind ``forward``."""
-
-    def __init__(self, policy: SortPolicy) -> None:
-        super().__init__()
-        self.policy = policy
-
-    def forward(self, unit: Tensor) -> Tensor:
-        return self.policy.scores(unit)
-
-
-def _tuples(value: Any) -> Any:
-    """JSON's lists as the tuples they were."""
-    return tuple(_tuples(item) for item in value) if isinstance(value, list) else value
-
-
-def _overflow(unit: Tensor) -> SortRLError:
-    return SortRLError(f"certify: scores overflow for inputs of up to {float(unit.abs().max()):.3g}; scale them.")

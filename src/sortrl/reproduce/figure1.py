@@ -27,7 +27,7 @@ from sortrl.config import RobustifyConfig, robustify_config
 from sortrl.errors import SortRLError
 from sortrl.evaluate import evaluate
 from sortrl.files import read_json, write_json
-from sortrl.nets import SortPolicy
+from sortrl.nets import CertifiedPolicy
 from sortrl.pipeline import Run
 from sortrl.records import Policy
 from sortrl.reproduce.draw import draw
@@ -76,7 +76,18 @@ SETTINGS: dict[tuple[str, str], dict[str, Any]] = {
     ("normalised", "CartPole-v1"): {"eps": 0.3, "lambda_end": 0.05},
 }
 
-SUITE_COLUMNS = ("policy", "attack", "eps", "mean", "sem", "iqm", "iqm_interval", "changed_share", "queries", "gradients")
+SUITE_COLUMNS = (
+    "policy",
+    "attack",
+    "eps",
+    "mean",
+    "sem",
+    "iqm",
+    "iqm_interval",
+    "changed_share",
+    "queries",
+    "gradients",
+)
 
 
 @dataclass(frozen=True)
@@ -146,7 +157,7 @@ def config_of(unit: Unit, plan: Plan) -> RobustifyConfig:
     return robustify_config(unit.task, train_teacher=False, **{**settings, **dict(plan.changes)})
 
 
-def agent_of(unit: Unit, plan: Plan, work: Path, folder: Path, published: Path | None) -> Teacher | SortPolicy:
+def agent_of(unit: Unit, plan: Plan, work: Path, folder: Path, published: Path | None) -> Teacher | CertifiedPolicy:
     """The expert, or the student of it: trained now, continued, or read back."""
     teacher = expert(unit.protocol, unit.task, work, published)
     if unit.agent == "expert":

@@ -1,0 +1,215 @@
+"""What every policy with certificates has in common: raw observations in, actions and proven radii out."""
+
+from __future__ import annotations
+
+import copy
+import math
+from abc import ABC, abstractmethod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+
+from sortrl.errors import SortRLError
+from sortrl.files import read_tensors, write_tensors
+from sortrl.normalizer import Normalizer
+from sortrl.records import Certificate, Decision
+
+FORMAT_VERSION = 1
+FILE_NAME = "policy.safetensors"
+Decided = tuple[npt.NDArray[np.int64], npt.NDArray[np.float64], npt.NDArray[np.int64]]
+
+
+class CertifiedPolicy(nn.Module, ABC):
+    """A policy that plays the arg-max of its scores and can prove within which radius that does not change.
+
+    A subclass has the network and, in :meth:`_decide` and :meth:`proven`, the proof.
+    """
+
+    kind: str
+    """Which subclass a file is of."""
+    normalizer: Normalizer
+
+    @property
+    @abstractmethod
+    def obs_shape(self) -> tuple[int, ...]: ...
+
+    @property
+    @abstractmethod
+    def n_actions(self) -> int: ...
+
+    @property
+    @abstractmethod
+    def lipschitz(self) -> float:
+        """An l_inf constant of :meth:`scores` with respect to unit-space input."""
+
+    @abstractmethod
+    def scores(self, unit: Tensor) -> Tensor:
+        """Scores (batch, n_actions) of the evaluation network; differentiable."""
+
+    @abstractmethod
+    def surrogate_scores(self, unit: Tensor, p: float) -> Tensor:
+        """The evaluation network with l_p norms for sort layers: smoother gradients for attacks. Not certified."""
+
+    @abstractmethod
+    def calibrate(self, unit: Tensor) -> None:
+        """Re-estimate the running means with the evaluation network on unit-space states."""
+
+    @abstractmethod
+    def _decide(self, unit: Tensor) -> Decided:
+        """Action, radius and runner-up of finite inputs; of equal scores the first action comes first."""
+
+    @abstractmethod
+    def proven(self, lo: Tensor, hi: Tensor, action: Tensor) -> Tensor:
+        """Whether (batch,) intervals prove that every input of the box [lo, hi] is answered with ``action`` (batch,)."""
+
+    @abstractmethod
+    def reachable(self, unit: Tensor, eps_unit: float) -> npt.NDArray[np.bool_]:
+        """Which actions (batch, n_actions) an input within ``eps_unit`` of each state might make the policy choose.
+
+        The others provably cannot be forced; these perhaps cannot either: it is what is possible at most.
+        """
+
+    @abstractmethod
+    def describe(self) -> dict[str, Any]:
+        """The configuration as plain JSON values."""
+
+    @property
+    def parameter_count(self) -> int:
+        return sum(parameter.numel() for parameter in self.parameters())
+
+    def normalize(self, obs: npt.ArrayLike | Tensor) -> Tensor:
+        """Raw observations (batch, *obs_shape) -> unit space, where eps, radii and the Lipschitz constant live."""
+        unit: Tensor = self.normalizer(obs)
+        return unit
+
+    @torch.no_grad()
+    def certify(self, obs: npt.ArrayLike | Tensor) -> Certificate:
+        """Certificates for raw observations (batch, *obs_shape), radii in unit space."""
+        return self.certify_unit(self.normalize(obs))
+
+    @torch.no_grad()
+    def certify_unit(self, unit: Tensor) -> Certificate:
+        """Certificates for unit-space inputs; the radius of a tie is 0.
+
+        No float32 input within the radius, its border included, changes the arg-max of the scores as they are computed:
+        every rounding, of the state and of its perturbed twin, is accounted for (docs/certificates.md).
+        """
+        if tuple(unit.shape[1:]) != self.obs_shape or unit.ndim == 0 or not bool(torch.isfinite(unit).all()):
+            raise SortRLError(
+                f"certify: inputs of shape {tuple(unit.shape)}, expected (batch, {', '.join(map(str, self.obs_shape))}) "
+                "without NaN or infinity; no decision can be certified for anything else."
+            )
+        return Certificate(*self._decide(unit))
+
+    @torch.no_grad()
+    def predict(
+        self,
+        observation: npt.ArrayLike,
+        state: Any = None,
+        episode_start: Any = None,
+        deterministic: bool = True,
+    ) -> tuple[npt.NDArray[np.int64], Any]:
+        """Actions for raw observations, one or a batch, with Stable-Baselines3's signature (always deterministic)."""
+        obs = np.asarray(observation)
+        single = obs.shape == self.obs_shape
+        actions = self.scores(self.normalize(obs[None] if single else obs)).argmax(1).numpy()
+        return (actions[0] if single else actions), state
+
+    @torch.no_grad()
+    def predict_certified(self, observation: npt.ArrayLike) -> Decision:
+        """Actions for raw observations, one or a batch, each with its certificate.
+
+        >>> from sortrl import SortPolicy
+        >>> decision = SortPolicy((4,), 2, width=16, depth=3).predict_certified(np.zeros(4))
+        >>> float(decision.radius) >= 0, int(decision.action) + int(decision.runner_up)
+        (True, 1)
+        """
+        obs = np.asarray(observation)
+        single = obs.shape == self.obs_shape
+        action, radius, runner_up = self._decide(self.normalize(obs[None] if single else obs))
+        return Decision(action[0], radius[0], runner_up[0]) if single else Decision(action, radius, runner_up)
+
+    def as_classifier(self) -> nn.Module:
+        """A frozen copy as a plain module, unit-space inputs (batch, *obs_shape) to scores, for libraries of attacks.
+
+        For example ``foolbox.PyTorchModel(policy.as_classifier(), bounds=(lo, hi))``, or ``PyTorchClassifier`` of the
+        Adversarial Robustness Toolbox. A copy: such libraries differentiate parameters and set training mode.
+
+        >>> from sortrl import SortPolicy
+        >>> SortPolicy((4,), 2, width=16, depth=3).as_classifier()(torch.zeros(5, 4)).shape
+        torch.Size([5, 2])
+        """
+        return _Classifier(copy.deepcopy(self)).eval().requires_grad_(False)
+
+    def save(self, path: str | Path) -> None:
+        """Write ``policy.safetensors`` into the directory ``path``: weights and, as metadata, the configuration."""
+        clip = self.normalizer.clip
+        metadata = {"format": FORMAT_VERSION, "kind": self.kind, "config": self.describe()}
+        metadata["clip"] = None if math.isinf(clip) else clip
+        write_tensors(Path(path) / FILE_NAME, self.state_dict(), metadata)
+
+
+class _Classifier(nn.Module):
+    """The evaluation network of a policy behind ``forward``."""
+
+    def __init__(self, policy: CertifiedPolicy) -> None:
+        super().__init__()
+        self.policy = policy
+
+    def forward(self, unit: Tensor) -> Tensor:
+        return self.policy.scores(unit)
+
+
+def load_policy(path: str | Path, kinds: dict[str, Any]) -> CertifiedPolicy:
+    """Read what :meth:`CertifiedPolicy.save` wrote, from the directory or the file itself; ``kinds`` builds each kind."""
+    file = Path(path)
+    file = file / FILE_NAME if file.is_dir() else file
+    tensors, metadata = read_tensors(file)
+    if metadata.get("format") != FORMAT_VERSION:
+        raise SortRLError(
+            f"{file}: format {metadata.get('format')!r}, this version reads {FORMAT_VERSION}. Update sortrl."
+        )
+    kind = metadata.get("kind", "sort")  # files of before there were other kinds do not say
+    if kind not in kinds:
+        raise SortRLError(f"{file}: a policy of kind {kind!r}, expected {' or '.join(map(repr, kinds))}.")
+    try:
+        clip = metadata["clip"]
+        prefix = next(name for name in tensors if name.endswith("normalizer.mean")).removesuffix("mean")
+        normalizer = Normalizer(tensors[prefix + "mean"], tensors[prefix + "scale"], math.inf if clip is None else clip)
+        config = {name: _tuples(value) for name, value in metadata["config"].items()}
+        policy: CertifiedPolicy = kinds[kind](normalizer=normalizer, **config)
+    except (KeyError, TypeError, AttributeError, StopIteration) as error:
+        raise SortRLError(f"{file}: incomplete or foreign metadata ({error}). It is not a sortrl policy.") from error
+    try:
+        policy.load_state_dict(tensors)
+    except RuntimeError as error:
+        raise SortRLError(f"{file}: weights do not fit the configuration. {error}") from error
+    if not all(torch.isfinite(t).all() for t in policy.state_dict().values() if t.ndim):
+        raise SortRLError(f"{file}: weights contain NaN or infinity.")
+    policy.eval().requires_grad_(False)
+    return policy
+
+
+def ranked(
+    scores: Tensor, unit: Tensor
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.float64]]:
+    """The best action, the next one and the margin between them, per state; of equal scores the first comes first."""
+    falling = -scores.cpu().numpy().astype(np.float64)
+    order = falling.argsort(1, kind="stable")
+    falling.sort(1)
+    if not math.isfinite(falling.sum()):
+        raise overflow(unit)
+    return order[:, 0], order[:, 1], falling[:, 1] - falling[:, 0]
+
+
+def _tuples(value: Any) -> Any:
+    """JSON's lists as the tuples they were."""
+    return tuple(_tuples(item) for item in value) if isinstance(value, list) else value
+
+
+def overflow(unit: Tensor) -> SortRLError:
+    return SortRLError(f"certify: scores overflow for inputs of up to {float(unit.abs().max()):.3g}; scale them.")
