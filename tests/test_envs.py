@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import sys
 import warnings
+from dataclasses import replace
 
 import gymnasium as gym
 import numpy as np
@@ -202,3 +203,12 @@ def test_greedy_returns_do_not_depend_on_the_number_of_slots():
     assert np.array_equal(one, greedy_returns(Leaner(), "CartPole-v1", seeds, slots=3))
     assert np.array_equal(one[::-1], greedy_returns(Leaner(), "CartPole-v1", seeds[::-1], slots=32))
     assert 100 < one.mean() <= 500
+
+
+def test_raw_units_of_pixels_are_named_once():
+    vector = describe("MountainCar-v0")
+    assert vector.raw_units(np.array([2.0, 0.5])) == [("position", 2.0), ("velocity", 0.5)]
+    shape = (1, 4, 4)
+    image = replace(vector, obs_shape=shape, obs_dtype=np.dtype(np.uint8), obs_names=tuple(map(str, range(16))))
+    assert image.raw_units(np.full(shape, 255.0)) == [("every pixel", 255.0)]
+    assert len(image.raw_units(np.arange(1.0, 17.0).reshape(shape))) == 16

@@ -235,7 +235,7 @@ def certify(
     compared = len(found.returns[0].proven)
     print(f"returns: the first {compared} episodes, {clean.returns[:compared].mean():.1f} without attack")
     print(f"\nmedian radius {found.median_radius:.4g} in input units; in raw units:")
-    for name, scale in zip(describe(env_id).obs_names, policy.normalizer.scale.flatten().tolist(), strict=True):
+    for name, scale in describe(env_id).raw_units(policy.normalizer.scale.numpy()):
         print(f"  {name:<24} ± {found.median_radius * scale:.4g}")
     print(f"\nleast certain states of episode {found.episode.seed}:")
     for step in found.least_certain:

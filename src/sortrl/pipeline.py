@@ -16,8 +16,6 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from sortrl import attacks, nets, provenance, report
 from sortrl.attacked import UnderAttack
 from sortrl.certify import certificate_summary
@@ -264,6 +262,7 @@ class Run:
         """Evaluate what is not evaluated yet and write results.json, from which alone the report is made."""
         evaluation = self.evaluation({"teacher": teacher, "student": policy}) + self.strongest(policy, teacher)
         info, training = describe(self.env_id), read_json(self.directory / "training.json")
+        units = info.raw_units(policy.normalizer.scale.numpy())
         results = {
             "schema": 1,
             "kind": "robustify",
@@ -276,8 +275,9 @@ class Run:
             "machine": provenance.machine(),
             "env": {
                 "id": self.env_id,
-                "obs_names": list(info.obs_names),
-                "unit_to_raw": [float(s) for s in np.ravel(policy.normalizer.scale.numpy())],
+                "obs_shape": list(info.obs_shape),
+                "obs_names": [name for name, _ in units],
+                "unit_to_raw": [scale for _, scale in units],
                 "n_actions": info.n_actions,
                 "max_steps": info.max_steps,
             },

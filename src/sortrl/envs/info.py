@@ -70,6 +70,12 @@ class EnvInfo:
         """Bytes with three dimensions: pixels in 0..255."""
         return self.obs_dtype == np.uint8 and len(self.obs_shape) == 3
 
+    def raw_units(self, scale: npt.NDArray[np.float64]) -> list[tuple[str, float]]:
+        """What one unit of unit space is worth in the raw units of each value; once for all pixels if they are alike."""
+        if self.is_image and len(np.unique(scale)) == 1:
+            return [("every pixel", float(scale.flat[0]))]
+        return [(name, float(value)) for name, value in zip(self.obs_names, scale.flat, strict=True)]
+
 
 def describe(env_id: str) -> EnvInfo:
     """Describe a Gymnasium environment with discrete actions and array observations.

@@ -219,7 +219,7 @@ def _details(run: Run) -> str:
     limit = "no step limit" if run.max_steps is None else f"{number(run.max_steps)} steps at most"
     task: Settings = (
         ("environment", run.env_id),
-        ("observation", f"{number(len(run.obs_names))} components"),
+        ("observation", f"{' x '.join(map(number, run.obs_shape))} values"),
         ("actions", number(run.n_actions)),
         ("episode", limit),
         ("seed", str(run.seed)),

@@ -95,6 +95,7 @@ class Run:
     env_id: str
     max_steps: int | None
     n_actions: int
+    obs_shape: tuple[int, ...]
     obs_names: tuple[str, ...]
     unit_to_raw: tuple[float, ...]
     eps: float
@@ -157,6 +158,7 @@ def read_run(results: Mapping[str, Any]) -> Run:
         env_id=env.text("id"),
         max_steps=env.optional_integer("max_steps"),
         n_actions=env.integer("n_actions", 1),
+        obs_shape=tuple(map(int, env.numbers("obs_shape", 1))) if env.has("obs_shape") else (len(names),),
         obs_names=names,
         unit_to_raw=scales,
         eps=top.object("config").number("eps", 0.0),
