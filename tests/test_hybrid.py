@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from sortrl.nets import HybridPolicy, IntervalHead, SortPolicy
 from sortrl.nets.bounds import box_around
 from sortrl.normalizer import Normalizer
 from sortrl.records import Demonstrations
+from sortrl.verify import verify
 
 
 def build(seed: int, inputs: int = 3, actions: int = 4, hidden: tuple[int, ...] = (12,), **shape) -> HybridPolicy:
@@ -132,13 +134,24 @@ def test_saved_and_loaded_it_decides_alike(tmp_path):
         SortPolicy.load(tmp_path)
 
 
-def test_what_needs_sort_layers_alone_says_so(tmp_path):
-    policy, unit = build(0), torch.zeros(1, 3)
+@pytest.mark.parametrize("hidden", [(), (12,), (12, 8)])
+def test_the_independent_checker_agrees_and_catches_lies(hidden, tmp_path):
+    policy, unit = build(4, hidden=hidden), torch.randn(50, 3)
     policy.save(tmp_path)
+    certificate = policy.certify_unit(unit)
+    save_certificates(tmp_path / "true.safetensors", policy, unit, certificate, tmp_path)
+    verdict = verify(tmp_path / "true.safetensors")
+    assert verdict.ok, verdict.failures
+    assert 0 <= verdict.smallest_spare < 1e-3, "what is stated is nearly all that intervals prove"
+    lie = replace(certificate, radius=certificate.radius * 1.01 + 1e-4)
+    save_certificates(tmp_path / "false.safetensors", policy, unit, lie, tmp_path)
+    assert len(verify(tmp_path / "false.safetensors").failures) == 50
+
+
+def test_what_needs_sort_layers_alone_says_so():
+    policy, unit = build(0), torch.zeros(1, 3)
     with pytest.raises(SortRLError, match="complete search needs a policy of sort layers alone"):
         exact_radius(policy, unit)
-    with pytest.raises(SortRLError, match="sort layers alone"):
-        save_certificates(tmp_path / "c.safetensors", policy, unit, policy.certify_unit(unit), tmp_path)
     with pytest.raises(SortRLError, match="at least 2"):
         HybridPolicy((3,), 1)
 

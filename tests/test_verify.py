@@ -81,7 +81,7 @@ def doubled(tensor: torch.Tensor) -> torch.Tensor:
 
 TAMPERED = {
     "one radius": ("certificates.safetensors", "radius", lambda t: torch.where(t == t.max(), t * 1.01, t), "radius"),
-    "every radius by 2 %": ("certificates.safetensors", "radius", doubled, "margin / (2 L)"),
+    "every radius by 2 %": ("certificates.safetensors", "radius", doubled, "can be proven"),
     "a NaN radius": ("certificates.safetensors", "radius", at(0, float("nan")), "state 0: its radius is nan"),
     "a negative radius": ("certificates.safetensors", "radius", at(5, -1.0), "state 5: its radius is -1"),
     "one action": ("certificates.safetensors", "action", lambda t: (t + 1) % 3, "the scores say"),

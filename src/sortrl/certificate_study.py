@@ -27,7 +27,7 @@ from sortrl.envs import EnvInfo, EnvSlots, describe
 from sortrl.errors import SortRLError
 from sortrl.evaluate import episode_seeds, valid_range
 from sortrl.files import atomic_path, write_json
-from sortrl.nets import SortPolicy
+from sortrl.nets import CertifiedPolicy, SortPolicy
 from sortrl.nets.bounds import rounding_error, stages, traced_scores
 
 EPS_GRID = tuple(round(0.02 * k, 2) for k in range(11))
@@ -132,7 +132,7 @@ def climb(
     }
 
 
-def clean_episodes(policy: SortPolicy, env_id: str, episodes: int, seed: int) -> list[Tensor]:
+def clean_episodes(policy: CertifiedPolicy, env_id: str, episodes: int, seed: int) -> list[Tensor]:
     """The unit-space states (steps, *obs_shape) of greedy episodes without an attack."""
     found = []
     with EnvSlots(env_id, 1) as envs:

@@ -254,9 +254,9 @@ def _save_certificates(run: Path, env_id: str, episodes: int, seed: int, path: P
 
     from sortrl.certificate_study import clean_episodes
     from sortrl.certify import save_certificates
-    from sortrl.nets import load, sort_layers_only
+    from sortrl.nets import load
 
-    policy = sort_layers_only(load(run), "Saving certificates")
+    policy = load(run)
     states = torch.cat(clean_episodes(policy, env_id, episodes, seed))
     save_certificates(path, policy, states, policy.certify_unit(states), run)
     print(f"certificates: {path} (check them with: sortrl verify {path})")

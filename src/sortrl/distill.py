@@ -191,8 +191,8 @@ def distill(
         )
     generator = torch.Generator().manual_seed(seed)
     policy = _initial_policy(demonstrations, normalizer, config, generator)
-    trunk = policy.trunk if isinstance(policy, HybridPolicy) else policy
-    optimizer = _optimizer(policy, trunk, config)
+    trunk = policy.trunk
+    optimizer = _optimizer(policy, config)
     states = torch.from_numpy(np.ascontiguousarray(demonstrations.obs))
     labels = torch.from_numpy(demonstrations.actions.astype(np.int64))
     teacher_logits = torch.from_numpy(demonstrations.logits.astype(np.float32))
@@ -281,7 +281,7 @@ def _initial_policy(
     policy: SortPolicy | HybridPolicy = kind(
         demonstrations.obs.shape[1:], demonstrations.n_actions, normalizer=normalizer, **shape
     )
-    trunk = policy.trunk if isinstance(policy, HybridPolicy) else policy
+    trunk = policy.trunk
     with torch.no_grad():
         for layer in trunk.layers:
             layer.weight.normal_(generator=generator)
@@ -301,8 +301,9 @@ def _prepare_head(policy: HybridPolicy, unit: Tensor, generator: torch.Generator
         layer.bias.zero_()
 
 
-def _optimizer(policy: SortPolicy | HybridPolicy, trunk: SortPolicy, config: DistillConfig) -> torch.optim.AdamW:
+def _optimizer(policy: SortPolicy | HybridPolicy, config: DistillConfig) -> torch.optim.AdamW:
     """AdamW; only mu and linear weights decay, because a sort layer's weights are positions and have no natural zero."""
+    trunk = policy.trunk
     positions = [parameter for name, parameter in trunk.named_parameters() if name != "mu"]
     others = [(list(policy.head.parameters()), config.head_learning_rate)] if isinstance(policy, HybridPolicy) else []
     others += [([trunk.mu], config.learning_rate)]

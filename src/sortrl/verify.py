@@ -1,7 +1,8 @@
 """An independent check of certificate files: plain NumPy in float64, written from the definition and sharing no code.
 
 It reads the safetensors files itself, computes every score again and asks, per state: is the action the arg-max, is the
-radius at most margin / (2 L), do the weights have the stated hash?
+radius at most margin / (2 L) (with a linear head: does the action lead at that radius, by intervals), do the weights have
+the stated hash?
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ Doubles = npt.NDArray[np.float64]
 _TYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "I64": "<i8", "I32": "<i4", "U8": "|u1", "BOOL": "|b1"}
 _LARGEST_HEADER = 100_000_000
 _DISTANCES_AT_ONCE = 1 << 23
+_LARGEST_RADIUS = 8.0  # of those that are sought behind a head
+_BISECTIONS = 60
 
 
 @dataclass(frozen=True)
@@ -34,7 +37,7 @@ class Verdict:
     lipschitz: float
     failures: tuple[str, ...]
     smallest_spare: float
-    """The least of margin / (2 L) - radius over the states: what rounding slack was kept."""
+    """The least of margin / (2 L) (or what intervals allow) - radius over the states: what rounding slack was kept."""
 
     @property
     def ok(self) -> bool:
@@ -59,12 +62,51 @@ class _Network:
     means: list[Doubles]
     mixes: list[Doubles]
     bias: Doubles
+    head: list[tuple[Doubles, Doubles]]
+    """Weights and biases of the linear layers, if there are any."""
 
     @property
     def lipschitz(self) -> float:
         return float(self.factor.max()) * math.prod(math.fsum(mix) for mix in self.mixes)
 
-    def scores(self, states: Doubles) -> Doubles:
+    def scores(self, features: Doubles) -> Doubles:
+        """Of what the sort layers give, which without a head are the scores themselves."""
+        x = features
+        for index, (weight, bias) in enumerate(self.head):
+            x = (np.maximum(x, 0.0) if index else x) @ weight.T + bias
+        return x
+
+    def bound(self, features: Doubles, action: Array) -> Doubles:
+        """The largest radius that margins, or intervals behind a head, allow."""
+        rows = np.arange(len(features))
+        if not self.head:
+            others = features.copy()
+            others[rows, action] = -np.inf
+            return np.asarray((features[rows, action] - others.max(1)) / (2.0 * self.lipschitz))
+        low, high = np.zeros(len(features)), np.full(len(features), _LARGEST_RADIUS)
+        for _ in range(_BISECTIONS):
+            middle = (low + high) / 2
+            holds = (self._leads(features, action, middle[:, None] * self.lipschitz) > 0).all(1)
+            low, high = np.where(holds, middle, low), np.where(holds, high, middle)
+        return np.where((self._leads(features, action, np.zeros((len(features), 1))) > 0).all(1), high, 0.0)
+
+    def _leads(self, features: Doubles, action: Array, reach: Doubles) -> Doubles:
+        """How far the action leads each other one at least while the features move by ``reach``; infinite for itself."""
+        lo, hi = features - reach, features + reach
+        for weight, bias in self.head[:-1]:
+            centre, radius = (lo + hi) / 2 @ weight.T + bias, (hi - lo) / 2 @ np.abs(weight).T
+            lo, hi = np.maximum(centre - radius, 0.0), np.maximum(centre + radius, 0.0)
+        weight, bias = self.head[-1]
+        leads = np.empty((len(features), len(weight)))
+        for other in range(len(weight)):
+            difference = weight[action] - weight[other]
+            middle = (difference * (lo + hi) / 2).sum(1) + bias[action] - bias[other]
+            leads[:, other] = middle - (np.abs(difference) * (hi - lo) / 2).sum(1)
+        leads[np.arange(len(features)), action] = np.inf
+        return leads
+
+    def features(self, states: Doubles) -> Doubles:
+        """What the sort layers give."""
         x = states
         top, bottom, left, right = self.crop
         if any(self.crop):
@@ -101,7 +143,7 @@ def verify(path: str | Path, policy: str | Path | None = None) -> Verdict:
     digest = _hash(weights)
     if digest != metadata.get("weights_sha256"):
         failures.append(f"{file} has weights {digest[:12]}…, the certificates are of {metadata.get('weights_sha256')}")
-    failures += _wrong_mixes(stored, weights, description["config"])
+    failures += _wrong_mixes(stored, network.weights, description["config"])
     wrong, spare = _wrong_states(network, states.astype(np.float64), action, radius.astype(np.float64))
     return Verdict(len(states), network.lipschitz, (*failures, *wrong), spare)
 
@@ -113,11 +155,10 @@ def _wrong_states(network: _Network, states: Doubles, action: Array, radius: Dou
         return [], math.inf
     if not np.isfinite(states).all():
         return ["a state contains NaN or infinity"], math.nan
-    scores, rows = network.scores(states), np.arange(len(states))
+    features, rows = network.features(states), np.arange(len(states))
+    scores = network.scores(features)
     best = scores.argmax(1)
-    others = scores.copy()
-    others[rows, best] = -np.inf
-    bound = (scores[rows, best] - others.max(1)) / (2.0 * network.lipschitz)
+    bound = network.bound(features, best)
     lines = []
     for i in rows:
         if not (np.isfinite(radius[i]) and radius[i] >= 0):
@@ -125,7 +166,7 @@ def _wrong_states(network: _Network, states: Doubles, action: Array, radius: Dou
         elif best[i] != action[i] and (radius[i] > 0 or scores[i, action[i]] < scores[i, best[i]] - _tie(scores[i])):
             lines.append(f"state {i}: action {action[i]} is stated, the scores say {best[i]}")
         elif radius[i] > bound[i]:
-            lines.append(f"state {i}: radius {radius[i]:.9g} is stated, margin / (2 L) is {bound[i]:.9g}")
+            lines.append(f"state {i}: radius {radius[i]:.9g} is stated, at most {bound[i]:.9g} can be proven")
     return lines, float((bound - radius).min())
 
 
@@ -138,6 +179,8 @@ def _network(weights: dict[str, Array], config: dict[str, Any], mixes: list[Arra
     def double(name: str) -> Doubles:
         return weights[name].astype(np.float64)
 
+    head = [(double(f"head.layers.{i}.weight"), double(f"head.layers.{i}.bias")) for i in range(_linear_layers(config))]
+    weights = {name.removeprefix("trunk."): array for name, array in weights.items()}
     depth = _layers(config)
     factors = [name for name in weights if name.startswith("front.") and name.endswith(".factor")]
     top, bottom, left, right = (int(border) for border in config["crop"])
@@ -150,6 +193,7 @@ def _network(weights: dict[str, Array], config: dict[str, Any], mixes: list[Arra
         means=[double(f"shifts.{index}.running_mean") for index in range(depth - 1)],
         mixes=[mix.astype(np.float64) for mix in mixes],
         bias=double("bias"),
+        head=head,
     )
 
 
@@ -162,11 +206,15 @@ def _layers(config: dict[str, Any]) -> int:
     return len(_conv(config)) + int(config["depth"])
 
 
-def _wrong_mixes(mixes: list[Array], weights: dict[str, Array], config: dict[str, Any]) -> list[str]:
+def _linear_layers(config: dict[str, Any]) -> int:
+    return len(config["hidden"]) + 1 if "hidden" in config else 0
+
+
+def _wrong_mixes(mixes: list[Array], weights: list[Doubles], config: dict[str, Any]) -> list[str]:
     """The mix of a layer is (1 - rho) rho^j, cut and scaled to sum to 1; the first layer and those of patches take a maximum."""
     lines, plain = [], max(1, len(_conv(config)))
     for index, mix in enumerate(mixes):
-        rho, fan_in = float(config["rho"]) if index >= plain else 0.0, weights[f"layers.{index}.weight"].shape[1]
+        rho, fan_in = float(config["rho"]) if index >= plain else 0.0, weights[index].shape[1]
         expected = (1.0 - rho) * rho ** np.arange(len(mix), dtype=np.float64)
         expected /= expected.sum()
         if len(mix) > fan_in or (mix < 0).any() or np.abs(mix - expected).max() > 1e-6 or math.fsum(mix) > 1.0:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from sortrl.errors import SortRLError
 from sortrl.files import read_tensors, write_tensors
-from sortrl.nets import SortPolicy, sort_layers_only
+from sortrl.nets import HybridPolicy, SortPolicy
 from sortrl.nets.certified import FILE_NAME
 from sortrl.records import Certificate
 
@@ -35,14 +35,13 @@ def weights_hash(tensors: dict[str, Tensor]) -> str:
 
 
 def save_certificates(
-    path: str | Path, policy: SortPolicy, unit: Tensor, certificate: Certificate, policy_file: str | Path
+    path: str | Path, policy: SortPolicy | HybridPolicy, unit: Tensor, certificate: Certificate, policy_file: str | Path
 ) -> None:
     """Write unit-space states (batch, *obs_shape) with their certificates.
 
     ``policy_file`` is where the policy was saved (the file or its directory); it is named relative to ``path``, so that
     the two can travel together, and its weights must be those of ``policy``.
     """
-    sort_layers_only(policy, "Saving certificates")
     if len(unit) != len(certificate) or tuple(unit.shape[1:]) != policy.obs_shape:
         raise SortRLError(
             f"save_certificates: {len(certificate)} certificates for states of shape {tuple(unit.shape)}, expected "
@@ -68,7 +67,7 @@ def save_certificates(
         "radius": torch.from_numpy(np.asarray(certificate.radius, dtype=np.float64)),
     }
     # The mixes are the only part of the network that its file does not hold: they follow from rho.
-    tensors |= {f"mix.{index}": layer.mix for index, layer in enumerate(policy.layers)}
+    tensors |= {f"mix.{index}": layer.mix for index, layer in enumerate(policy.trunk.layers)}
     write_tensors(path, tensors, metadata)
 
 

@@ -37,6 +37,8 @@ def sort_layers_only(policy: CertifiedPolicy, what: str) -> SortPolicy:
     return policy
 
 
-def load(path: str | Path) -> CertifiedPolicy:
+def load(path: str | Path) -> SortPolicy | HybridPolicy:
     """A saved policy of any kind, from its directory or the file itself."""
-    return load_policy(path, {SortPolicy.kind: SortPolicy, HybridPolicy.kind: HybridPolicy})
+    policy = load_policy(path, {SortPolicy.kind: SortPolicy, HybridPolicy.kind: HybridPolicy})
+    assert isinstance(policy, SortPolicy | HybridPolicy)
+    return policy

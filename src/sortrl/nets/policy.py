@@ -132,6 +132,11 @@ class SortPolicy(CertifiedPolicy):
         self._bound: tuple[list[tuple[int, int]], ErrorBound, list[Tensor]] | None = None
 
     @property
+    def trunk(self) -> SortPolicy:
+        """The sort layers, which here are everything."""
+        return self
+
+    @property
     def obs_shape(self) -> tuple[int, ...]:
         return self.config.obs_shape
 
