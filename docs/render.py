@@ -50,7 +50,9 @@ def suites_table(results: dict[str, Any]) -> str:
         for task, agents in tasks.items():
             for agent in ("expert", "ours"):
                 suites = agents[agent]["suites"]
-                for pgd, paper, full in zip(*(suites[name] for name in ("PGD-10", "paper", "full")), strict=True):
+                for pgd, paper, full in zip(
+                    *(suites.get(name, []) for name in ("PGD-10", "paper", "full")), strict=True
+                ):
                     cells = [f"{pgd['mean']:.0f}", *(f"{p['mean']:.0f} ({p['attack']})" for p in (paper, full))]
                     lines.append(f"| {protocol} | {task} | {AGENTS[agent]} | {pgd['eps']:g} | {' | '.join(cells)} |")
     return "\n".join(lines)

@@ -227,15 +227,18 @@ def fig1(
     progress(f"fig1: {len(wanted)} units, {len(wanted) - len(todo)} already done")
     for protocol, name in {(unit.protocol, unit.task) for unit in todo}:
         expert(protocol, name, work, published)  # trained once here, not by two workers at the same time
-    # Suites meet students that were trained for the curve, so they come in a second round.
-    for part in ([u for u in todo if u.adversary == "pgd"], [u for u in todo if u.adversary != "pgd"]):
+    # Suites meet students that were trained for the curves, and take as long again: the figure is drawn before and after.
+    for kind in ("pgd", "suite"):
+        part = [unit for unit in todo if unit.adversary == kind]
         arguments = [(unit, plan, work, published, folder) for unit in part]
         with multiprocessing.get_context("spawn").Pool(max(1, min(jobs or os.cpu_count() or 1, len(part)))) as pool:
             for name in pool.imap_unordered(_compute_to_file, arguments):
                 progress(f"fig1: {name} done")
-    results = assemble(wanted, plan, folder, scale, published is not None)
-    write_json(out / "fig1.json", results)
-    draw(results, out / "fig1.png")
+        there = [unit for unit in wanted if (folder / f"{unit.name}.json").exists()]
+        results = assemble(there, plan, folder, scale, published is not None)
+        write_json(out / "fig1.json", results)
+        draw(results, out / "fig1.png")
+        progress(f"fig1: {out / 'fig1.json'} and {out / 'fig1.png'} written, {len(there)} of {len(wanted)} units")
     return results
 
 
