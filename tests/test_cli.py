@@ -31,6 +31,8 @@ def run(tmp_path_factory) -> Path:
         "dagger_rounds": 0,
         "episodes": 2,
         "eps_grid": (0.0, 0.05),
+        "suite": ("noise", "pgd-10-p32"),
+        "suite_episodes": 2,
     }
     sortrl.robustify(balancer(), "CartPole-v1", 0.05, out=directory, collect=CollectConfig(states=2000), **small)
     return directory
