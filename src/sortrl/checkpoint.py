@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +16,7 @@ from sortrl.errors import SortRLError
 from sortrl.files import read_tensors, write_tensors
 
 FILE_NAME = "checkpoint.safetensors"
+FORMAT = "sortrl-checkpoint-1"
 
 
 class Checkpoint:
@@ -35,31 +39,70 @@ class Checkpoint:
     ) -> None:
         if self.path is None:
             return
-        tensors = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
-        for index, state in optimizer.state_dict()["state"].items():
-            tensors |= {f"optimizer.{index}.{name}": torch.as_tensor(value) for name, value in state.items()}
+        tensors = prefixed("model", model.state_dict()) | prefixed("optimizer", optimizer_tensors(optimizer))
         tensors["generator"] = generator.get_state()
-        write_tensors(self.path, tensors, {"identity": self.identity, "step": step, "history": history})
+        metadata = {"format": FORMAT, "identity": self.identity, "step": step, "history": history}
+        write_tensors(self.path, tensors, metadata)
 
     def restore(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, generator: torch.Generator
     ) -> tuple[int, list[dict[str, Any]]]:
         """Load the checkpoint if there is one; return the next step and the history so far."""
-        if self.path is None or not self.path.exists():
+        if self.path is None or not os.path.lexists(self.path):
             return 0, []
         tensors, metadata = read_tensors(self.path)
-        if metadata.get("identity") != self.identity:
+        if metadata.get("format") != FORMAT or metadata.get("identity") != self.identity:
             raise SortRLError(
-                f"{self.path} belongs to a run with other settings, seed or data. "
+                f"{self.path} belongs to a run with other settings, seed or data, or to another version of sortrl. "
                 "Use another output directory, or delete this one to start over."
             )
-        state: dict[int, dict[str, Tensor]] = {}
-        for name, tensor in tensors.items():
-            kind, _, rest = name.partition(".")
-            if kind == "optimizer":
-                index, _, key = rest.partition(".")
-                state.setdefault(int(index), {})[key] = tensor
-        model.load_state_dict({name[6:]: tensor for name, tensor in tensors.items() if name.startswith("model.")})
-        optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
-        generator.set_state(tensors["generator"])
-        return int(metadata["step"]), list(metadata["history"])
+        with damage_named(self.path):
+            model.load_state_dict(part(tensors, "model"))
+            restore_optimizer(optimizer, part(tensors, "optimizer"))
+            generator.set_state(tensors["generator"])
+            step, history = metadata["step"], metadata["history"]
+            if type(step) is not int or step < 0 or not all(isinstance(row, dict) for row in history):
+                raise ValueError(f"step {step!r} and a history of {type(history).__name__}")
+        return step, list(history)
+
+
+@contextmanager
+def damage_named(path: Path) -> Iterator[None]:
+    """A training state that torch cannot take over is damaged, whichever part of it notices first."""
+    try:
+        yield
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+        reason = str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__
+        raise SortRLError(f"{path} is damaged ({reason}). Delete it to start this training over.") from error
+
+
+def prefixed(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {f"{prefix}.{name}": tensor for name, tensor in tensors.items()}
+
+
+def part(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    """The inverse of :func:`prefixed`."""
+    return {n.removeprefix(f"{prefix}."): tensor for n, tensor in tensors.items() if n.startswith(f"{prefix}.")}
+
+
+def optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """What an optimiser remembers of each parameter, named ``<number of the parameter>.<name>``."""
+    state = optimizer.state_dict()["state"]
+    return {f"{i}.{name}": torch.as_tensor(value) for i, known in state.items() for name, value in known.items()}
+
+
+def restore_optimizer(optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor]) -> None:
+    """The inverse of :func:`optimizer_tensors`; settings such as the learning rate stay those of ``optimizer``."""
+    state: dict[int, dict[str, Tensor]] = {}
+    for name, tensor in tensors.items():
+        number, _, key = name.partition(".")
+        state.setdefault(int(number), {})[key] = tensor
+    shapes = [tuple(p.shape) for group in optimizer.param_groups for p in group["params"]]
+    for index, known in state.items():
+        for key, tensor in known.items():
+            # torch would take any shape over and fail, or worse broadcast, at the next step.
+            if tensor.ndim and tuple(tensor.shape) != shapes[index]:
+                raise SortRLError(
+                    f"{key} of parameter {index} has shape {tuple(tensor.shape)}, expected {shapes[index]}"
+                )
+    optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})

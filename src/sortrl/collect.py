@@ -16,6 +16,7 @@ import torch
 from sortrl.envs import EnvInfo, EnvSlots, describe
 from sortrl.errors import MissingDependency, SortRLError
 from sortrl.files import read_tensors, write_tensors
+from sortrl.memory import require
 from sortrl.records import Demonstrations, Transitions
 from sortrl.teachers.load import check_fit
 from sortrl.teachers.teacher import Teacher
@@ -89,6 +90,9 @@ def collect(
     config = config or CollectConfig()
     info = describe(env_id)
     check_fit(teacher, info)
+    # Every state is held twice while the parts are joined: observation, scores, and about 40 bytes of numbers.
+    per_state = info.obs_size * info.obs_dtype.itemsize + 4 * info.n_actions + 40
+    require(f"{config.states} states of {info.env_id}", 2 * config.states * per_state, "collect fewer states")
     # Side-by-side episodes that are all cut early would show only their beginnings.
     n_slots = min(config.slots, max(1, config.states // (2 * info.max_steps))) if info.max_steps else config.slots
     with EnvSlots(env_id, min(n_slots, config.states)) as slots:
@@ -269,6 +273,8 @@ def load_demonstrations(path: str | Path) -> Demonstrations:
     for name, kind in kinds.items():
         if name in arrays and arrays[name].dtype.kind != kind:
             raise SortRLError(f"{path}: {name} has dtype {arrays[name].dtype}, expected kind {kind!r}.")
+    if arrays["obs"].dtype.kind == "b":
+        raise SortRLError(f"{path}: obs has dtype {arrays['obs'].dtype}, expected numbers.")
     after = {name.removeprefix("transitions."): array for name, array in arrays.items() if "." in name}
     try:
         transitions = Transitions(**after) if after else None

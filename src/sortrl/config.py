@@ -95,6 +95,19 @@ class RobustifyConfig:
     adversary_steps: int = 100_000
     """Environment steps in which a learned adversary is trained."""
 
+    def __post_init__(self) -> None:
+        for name, least in (("episodes", 1), ("suite_episodes", 1), ("dagger_rounds", 0), ("dagger_states", 1)):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < least:
+                raise SortRLError(f"robustify: {name} is {value!r}, expected a whole number, at least {least}.")
+        for name in ("noise", "smoothing", "dagger_eps"):
+            if not 0 <= getattr(self, name) < float("inf"):
+                raise SortRLError(f"robustify: {name} is {getattr(self, name)}, expected a finite number >= 0.")
+        if 0.0 not in self.eps_grid or not all(0 <= eps < float("inf") for eps in self.eps_grid):
+            raise SortRLError(
+                f"robustify: eps_grid is {self.eps_grid}, expected finite numbers >= 0, and 0 among them."
+            )
+
 
 def robustify_config(
     env_id: str, eps: float | None = None, preset: Preset = "fast", train_teacher: bool = True, **changes: Any
@@ -106,6 +119,8 @@ def robustify_config(
     """
     task = TASKS.get(env_id, Task(env_id, ""))
     eps = task.eps if eps is None else eps
+    if isinstance(eps, bool) or not isinstance(eps, (int, float)):
+        raise SortRLError(f"robustify: eps is {eps!r}, expected a number in the teacher's input units.")
     if preset not in PRESETS:
         raise SortRLError(f"Unknown preset {preset!r}; choose {' or '.join(PRESETS)}.")
     fast = preset == "fast"  # the printed recipe has the teacher's own greedy states alone

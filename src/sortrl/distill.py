@@ -16,6 +16,7 @@ from torch.nn import functional
 
 from sortrl.checkpoint import Checkpoint
 from sortrl.errors import SortRLError
+from sortrl.memory import require
 from sortrl.nets import CertifiedPolicy, HybridPolicy, SortPolicy
 from sortrl.normalizer import Normalizer
 from sortrl.records import Demonstrations
@@ -192,6 +193,10 @@ def distill(
     generator = torch.Generator().manual_seed(seed)
     policy = _initial_policy(demonstrations, normalizer, config, generator)
     trunk = policy.trunk
+    # Weights, their gradients and two moments; activations and their gradients, of masks and sums too.
+    units = sum(layer.out_size for layer in trunk.layers)
+    needed = 4 * (4 * sum(parameter.numel() for parameter in policy.parameters()) + 8 * config.batch * units)
+    require(f"Training with batches of {config.batch}", needed, "lower batch, width or depth")
     optimizer = _optimizer(policy, config)
     states = torch.from_numpy(np.ascontiguousarray(demonstrations.obs))
     labels = torch.from_numpy(demonstrations.actions.astype(np.int64))

@@ -1,9 +1,15 @@
-"""Reading and writing: atomic, and never a pickle. A reader sees either the old file or the new one, whole."""
+"""Reading and writing: atomic, and never a pickle. A reader sees either the old file or the new one, whole.
+
+Files may come from anywhere, so readers bound what they spend: regular files only, no more than a stated size, tensors of
+plain types; whatever is wrong becomes one :class:`SortRLError`.
+"""
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
+import stat
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -12,9 +18,16 @@ from typing import Any
 
 import safetensors
 import safetensors.torch
+import torch
 from torch import Tensor
 
 from sortrl.errors import SortRLError
+
+LARGEST_JSON = 64 * 2**20  # the largest document of a run has a few megabytes
+# What numpy knows too. Other types (bfloat16, 8-bit floats) are valid safetensors, but nothing here writes them.
+_MOST_DIMENSIONS, _LARGEST_SIZE = 16, 2**40
+_FLOATS = (torch.float64, torch.float32, torch.float16)
+_TYPES = frozenset((*_FLOATS, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool))
 
 
 @contextmanager
@@ -36,12 +49,43 @@ def atomic_path(path: str | Path) -> Iterator[Path]:
             os.fsync(written.fileno())
         os.chmod(temporary, 0o644)
         os.replace(temporary, target)
+        _sync_directory(target.parent)
     except OSError as error:
         raise SortRLError(
             f"Cannot write {target}: {error.strerror or error}. The previous file, if any, is intact."
         ) from error
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def _sync_directory(directory: Path) -> None:
+    """Make a rename last: after a power failure the directory itself may otherwise be the old one."""
+    handle = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+@contextmanager
+def locked(directory: Path) -> Iterator[None]:
+    """One writer per directory at a time; the lock goes with the process, however it ends."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        # Neither following a link nor truncating: a directory from elsewhere must not choose which file is emptied.
+        handle = os.open(directory / ".lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+    except OSError as error:
+        raise SortRLError(f"Cannot write to {directory}: {error.strerror or error}. Choose another --out.") from error
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(handle)
+        raise SortRLError(f"Another run is writing to {directory}. Wait for it, or choose another --out.") from error
+    try:
+        remove_leftovers(directory)
+        yield
+    finally:
+        os.close(handle)  # which unlocks
 
 
 def remove_leftovers(directory: Path) -> None:
@@ -60,35 +104,78 @@ def write_json(path: str | Path, value: Any) -> None:
     write_text(path, json.dumps(value, indent=1, allow_nan=False) + "\n")
 
 
-def read_json(path: str | Path) -> Any:
+def regular_file(path: str | Path, largest: int | None = None) -> Path:
+    """``path`` if it is a file that can be read to its end: a pipe or a device, perhaps behind a link, may have none."""
+    file = Path(path)
     try:
-        return json.loads(Path(path).read_text(encoding="utf-8"))
+        found = file.stat()
+    except (OSError, ValueError) as error:  # a name with a null byte is a ValueError
+        reason = "no such file" if isinstance(error, FileNotFoundError) else getattr(error, "strerror", None) or error
+        raise SortRLError(f"Cannot read {path}: {reason}.") from error
+    if not stat.S_ISREG(found.st_mode):
+        kind = "a directory" if stat.S_ISDIR(found.st_mode) else "a device or a pipe"
+        raise SortRLError(f"Cannot read {path}: it is {kind}, expected a regular file.")
+    if largest is not None and found.st_size > largest:
+        raise SortRLError(f"{path} has {found.st_size} bytes, expected at most {largest}. Not opened.")
+    return file
+
+
+def parse_json(text: str | bytes, where: str | Path) -> Any:
+    """``json.loads`` with one kind of error, also for text that nests too deeply for the parser."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise SortRLError(f"{where} is not valid JSON ({error}). It may be damaged: write it again.") from error
+
+
+def read_json(path: str | Path) -> Any:
+    file = regular_file(path, LARGEST_JSON)
+    try:
+        content = file.read_bytes()
     except OSError as error:
         raise SortRLError(f"Cannot read {path}: {error.strerror or error}.") from error
-    except ValueError as error:
-        raise SortRLError(f"{path} is not valid JSON ({error}). It may be damaged: write it again.") from error
+    return parse_json(content, path)
+
+
+def read_object(path: str | Path) -> dict[str, Any]:
+    """A JSON document that must be an object."""
+    value = read_json(path)
+    if not isinstance(value, dict):
+        raise SortRLError(f"{path} holds {type(value).__name__}, expected a JSON object. It may be damaged.")
+    return value
 
 
 def write_tensors(path: str | Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, Any] | None = None) -> None:
     """Write a safetensors file whose metadata is one JSON document."""
     contiguous = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     with atomic_path(path) as temporary:
-        safetensors.torch.save_file(contiguous, str(temporary), {"sortrl": json.dumps(metadata or {}, allow_nan=False)})
+        try:
+            safetensors.torch.save_file(
+                contiguous, str(temporary), {"sortrl": json.dumps(metadata or {}, allow_nan=False)}
+            )
+        except safetensors.SafetensorError as error:  # a full disk, among others
+            raise OSError(str(error)) from error
 
 
 def read_tensors(path: str | Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Read what :func:`write_tensors` wrote: tensors and metadata."""
+    file = regular_file(path)
     try:
-        with safetensors.safe_open(str(path), framework="pt") as file:
-            metadata = json.loads((file.metadata() or {}).get("sortrl", "{}"))
-            if not isinstance(metadata, dict):
-                raise SortRLError(f"{path}: its metadata is not a JSON object. The file was not written by sortrl.")
-            return {name: file.get_tensor(name) for name in file.keys()}, metadata  # noqa: SIM118 (not a dict)
-    except FileNotFoundError as error:
-        raise SortRLError(f"Cannot read {path}: no such file.") from error
-    except (OSError, safetensors.SafetensorError, ValueError) as error:
-        if isinstance(error, SortRLError):
-            raise
+        with safetensors.safe_open(str(file), framework="pt") as opened:
+            text = (opened.metadata() or {}).get("sortrl", "{}")
+            tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 (not a dict)
+    # The library's own errors, and torch's where a declared shape is beyond what it can index.
+    except (OSError, safetensors.SafetensorError, RuntimeError, ValueError, TypeError, AttributeError) as error:
         raise SortRLError(
             f"{path} is not a readable safetensors file ({error}). It may be damaged: write it again."
         ) from error
+    metadata = parse_json(text, f"The metadata of {path}")
+    if not isinstance(metadata, dict):
+        raise SortRLError(f"{path}: its metadata is not a JSON object. The file was not written by sortrl.")
+    for name, tensor in tensors.items():
+        # An empty tensor may declare any other size, for free.
+        if tensor.dtype not in _TYPES or tensor.ndim > _MOST_DIMENSIONS or max(tensor.shape, default=0) > _LARGEST_SIZE:
+            raise SortRLError(
+                f"{path}: {name} is {tensor.dtype} of shape {tuple(tensor.shape)}, which sortrl does not write."
+            )
+    return tensors, metadata

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -72,3 +75,15 @@ class Normalizer(nn.Module):
     def to_raw(self, unit: Tensor) -> Tensor:
         """Unit space -> raw units, float64 (the inverse, ignoring the clip)."""
         return unit.to(torch.float64) * self.scale + self.mean
+
+
+def stored_normalizer(
+    values: Mapping[str, Any], fields: Mapping[str, Any], prefix: str, where: str | Path
+) -> Normalizer:
+    """The normaliser that a file describes: mean and scale among its ``values``, the clip (null: none) in ``fields``."""
+    try:
+        clip = fields["clip"]
+        return Normalizer(values[f"{prefix}mean"], values[f"{prefix}scale"], math.inf if clip is None else float(clip))
+    # Lists of unequal length, text, numbers that no float holds.
+    except (KeyError, TypeError, ValueError, OverflowError, RuntimeError) as error:
+        raise SortRLError(f"{where}: its normalisation lacks or garbles a field ({str(error)[:200]}).") from error

@@ -7,7 +7,6 @@ unfinished training from its checkpoint.
 from __future__ import annotations
 
 import datetime
-import fcntl
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -16,8 +15,11 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from sortrl import attacks, nets, provenance, report
 from sortrl.attacked import UnderAttack
+from sortrl.attacks.valid import check_eps
 from sortrl.certify import certificate_summary
 from sortrl.collect import CollectConfig, collect, load_demonstrations, merge, save_demonstrations, split
 from sortrl.config import Preset, RobustifyConfig, robustify_config
@@ -25,12 +27,13 @@ from sortrl.distill import DistillConfig, Distilled, distill, held_out_metrics
 from sortrl.envs import describe
 from sortrl.errors import SortRLError
 from sortrl.evaluate import evaluate
-from sortrl.files import read_json, remove_leftovers, write_json
+from sortrl.files import locked, read_json, read_object, write_json
 from sortrl.nets import CertifiedPolicy
 from sortrl.progress import Report, stage
-from sortrl.records import Demonstrations, Policy
-from sortrl.suite import evaluate_suite
+from sortrl.records import Demonstrations, Policy, stored_rows
+from sortrl.suite import LEARNED, evaluate_suite
 from sortrl.teachers import Teacher, load_teacher, smoothed, train_teacher
+from sortrl.teachers.load import check_fit
 
 VALIDATION_SHARE = 0.1
 TEST_SEED_OFFSET = 1000  # test episodes never coincide with those that data or choices were made from
@@ -69,11 +72,12 @@ def robustify(
     """
     info = describe(env)
     config = robustify_config(info.env_id, eps, preset, train_teacher=teacher is None, **changes)
+    _check_early(config, seed)
     if out is None:
         with tempfile.TemporaryDirectory(prefix="sortrl-") as scratch:
             run = Run(Path(scratch), info.env_id, config, seed, quiet)
             return run.student(run.teacher(teacher, vecnormalize, allow_pickle))
-    with _locked(Path(out)):
+    with locked(Path(out)):
         run = Run(Path(out), info.env_id, config, seed, quiet)
         run.claim(_source_name(teacher))
         agent = run.teacher(teacher, vecnormalize, allow_pickle)
@@ -97,11 +101,15 @@ class Run:
         identity = {"env": self.env_id, "seed": self.seed, "teacher": source, "config": _plain(asdict(self.config))}
         path = self.directory / "run.json"
         if path.exists():
-            if read_json(path).get("identity") != identity:
+            document = read_object(path)
+            if document.get("identity") != identity:
                 raise SortRLError(
                     f"{self.directory} holds a run with other settings. Choose another --out, or delete it to start over."
                 )
-            self.seconds = read_json(path)["stage_seconds"]
+            taken = document.get("stage_seconds")
+            if not isinstance(taken, dict) or not all(isinstance(value, float) for value in taken.values()):
+                raise SortRLError(f"{path}: stage_seconds is {str(taken)[:60]}, expected numbers. Delete {path}.")
+            self.seconds = taken
             return
         write_json(path, {"identity": identity, "started": _now(), "stage_seconds": {}})
 
@@ -121,7 +129,7 @@ class Run:
             self.seconds[name] = round(self.seconds.get(name, 0.0) + time.monotonic() - started, 2)
             path = self.directory / "run.json"
             if path.exists():
-                write_json(path, {**read_json(path), "stage_seconds": self.seconds})
+                write_json(path, {**read_object(path), "stage_seconds": self.seconds})
 
     def student(self, teacher: Teacher) -> CertifiedPolicy:
         """Data and distillation: everything up to the policy."""
@@ -129,6 +137,11 @@ class Run:
             return nets.load(self.directory)
         teacher = smoothed(teacher, self.config.smoothing) if self.config.smoothing > 0 else teacher
         data = self.demonstrations(teacher)
+        if len(np.unique(data.actions)) == 1:
+            raise SortRLError(
+                f"{teacher.name} plays action {data.actions[0]} in all of {len(data)} states, so there is nothing to learn "
+                "from it. Train it longer, or give the normalisation that belongs to it (vecnormalize)."
+            )
         training, held_out = split(data, VALIDATION_SHARE, self.seed)
         for index in range(1, self.config.dagger_rounds + 1):
             training = merge(training, self.dagger(index, training, held_out, teacher))
@@ -146,6 +159,7 @@ class Run:
             with self._stage("teacher", "Training the teacher") as progress:
                 return train_teacher(self.env_id, self.config.teacher_config, folder, self.seed, progress)
         teacher = load_teacher(source, self.env_id, vecnormalize=vecnormalize, allow_pickle=allow_pickle)
+        check_eps(teacher, describe(self.env_id), self.config.eps)
         if teacher.architecture is not None:
             teacher.save(folder)
         return teacher
@@ -218,7 +232,7 @@ class Run:
     def evaluation(self, policies: dict[str, Policy]) -> list[dict[str, Any]]:
         """Returns of each policy at each eps, kept point by point; the clean student also gives the certificate."""
         path = self.directory / "evaluation.json"
-        rows: list[dict[str, Any]] = read_json(path) if path.exists() else []
+        rows = stored_rows(read_json(path), path) if path.exists() else []
         done = {(row["policy"], row["attack"], row["eps"]) for row in rows}
         attack = attacks.by_name(self.config.attack)
         seed = self.seed + TEST_SEED_OFFSET
@@ -261,7 +275,7 @@ class Run:
     def results(self, policy: CertifiedPolicy, teacher: Teacher, source: str, command: str) -> dict[str, Any]:
         """Evaluate what is not evaluated yet and write results.json, from which alone the report is made."""
         evaluation = self.evaluation({"teacher": teacher, "student": policy}) + self.strongest(policy, teacher)
-        info, training = describe(self.env_id), read_json(self.directory / "training.json")
+        info, training = describe(self.env_id), read_object(self.directory / "training.json")
         units = info.raw_units(policy.normalizer.scale.numpy())
         results = {
             "schema": 1,
@@ -269,7 +283,7 @@ class Run:
             "sortrl": provenance.sortrl_version(),
             "command": command,
             "seed": self.seed,
-            "started": read_json(self.directory / "run.json")["started"],
+            "started": read_object(self.directory / "run.json").get("started"),
             "stage_seconds": self.seconds,
             "versions": provenance.versions(),
             "machine": provenance.machine(),
@@ -283,14 +297,14 @@ class Run:
             },
             "teacher": {"name": teacher.name, "algorithm": teacher.algorithm, "source": source},
             "config": _plain(asdict(self.config)),
-            "data": training["data"],
+            "data": training.get("data"),
             "policy": {
                 "kind": policy.kind,
                 "parameters": policy.parameter_count,
                 "lipschitz": policy.lipschitz,
                 **_plain(policy.describe()),
             },
-            "training": training["history"],
+            "training": training.get("history"),
             "evaluation": evaluation,
             "certificate": read_json(self.directory / "certificate.json"),
         }
@@ -298,16 +312,48 @@ class Run:
         return results
 
 
-def open_run(directory: Path) -> tuple[str, CertifiedPolicy, Teacher | None]:
-    """The environment, the policy and (if it was kept) the teacher of a run."""
+def identity_of(directory: Path) -> dict[str, Any]:
+    """What a run was started with: env, seed, teacher, config."""
     if not (directory / "run.json").exists():
         raise SortRLError(
             f"{directory} is not the directory of a run (no run.json). Make one with: sortrl robustify ENV --out {directory}"
         )
-    env_id = str(read_json(directory / "run.json")["identity"]["env"])
+    identity = read_object(directory / "run.json").get("identity")
+    if not isinstance(identity, dict):
+        raise SortRLError(
+            f"{directory / 'run.json'}: identity is {str(identity)[:60]}, expected an object. It is damaged."
+        )
+    return identity
+
+
+def trained_eps(directory: Path) -> float:
+    """The eps that the policy of a run was trained for."""
+    config = identity_of(directory).get("config")
+    eps = config.get("eps") if isinstance(config, dict) else None
+    if not isinstance(eps, (int, float)) or not 0 <= eps < float("inf"):
+        raise SortRLError(f"{directory / 'run.json'}: config.eps is {str(eps)[:60]}, expected a number. It is damaged.")
+    return float(eps)
+
+
+def open_run(directory: Path) -> tuple[str, CertifiedPolicy, Teacher | None]:
+    """The environment, the policy and (if it was kept) the teacher of a run."""
+    env_id = identity_of(directory).get("env")
+    # A name with a module in front would have Gymnasium import that module: a file must not choose what is run.
+    if not isinstance(env_id, str) or ":" in env_id:
+        raise SortRLError(
+            f"{directory / 'run.json'}: identity.env is {str(env_id)[:60]!r}, expected an environment's id."
+        )
     folder = directory / "teacher"
     teacher = Teacher.load(folder) if (folder / "teacher.safetensors").exists() else None
-    return env_id, nets.load(directory), teacher
+    policy, info = nets.load(directory), describe(env_id)
+    if policy.obs_shape != info.obs_shape or policy.n_actions != info.n_actions:
+        raise SortRLError(
+            f"{directory}: the policy sees {policy.obs_shape} and has {policy.n_actions} actions, but {env_id} has "
+            f"{info.obs_shape} and {info.n_actions}. The files are not of one run."
+        )
+    if teacher is not None:
+        check_fit(teacher, info)
+    return env_id, policy, teacher
 
 
 @contextmanager
@@ -327,23 +373,13 @@ def _tensorboard(folder: Path) -> Iterator[Report]:
         writer.close()
 
 
-@contextmanager
-def _locked(directory: Path) -> Iterator[None]:
-    """One run per directory at a time; the lock goes with the process, however it ends."""
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        handle = (directory / ".lock").open("w")
-    except OSError as error:
-        raise SortRLError(f"Cannot write to {directory}: {error.strerror or error}. Choose another --out.") from error
-    with handle:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            raise SortRLError(
-                f"Another run is writing to {directory}. Wait for it, or choose another --out."
-            ) from error
-        remove_leftovers(directory)
-        yield
+def _check_early(config: RobustifyConfig, seed: int) -> None:
+    """What would otherwise fail after hours of training."""
+    if not isinstance(seed, int) or not 0 <= seed < TEST_SEED_OFFSET:
+        raise SortRLError(f"robustify: seed is {seed!r}, expected a whole number in 0..{TEST_SEED_OFFSET - 1}.")
+    for name in (config.attack, *config.suite):
+        if name != LEARNED:
+            attacks.by_name(name)
 
 
 def _source_name(teacher: Any) -> str:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Protocol, runtime_checkable
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -77,7 +78,7 @@ class Demonstrations:
     transitions: Transitions | None = None
 
     def __post_init__(self) -> None:
-        n = len(self.obs)
+        n = len(self.obs) if self.obs.ndim else 0
         if n == 0:
             raise SortRLError("Demonstrations: no states. Collect at least one.")
         for name, ndim in (("actions", 1), ("logits", 2), ("episodes", 1)):
@@ -87,6 +88,10 @@ class Demonstrations:
                     f"Demonstrations: {name} has shape {shape}, expected {ndim} dimensions of length {n} "
                     f"like obs {self.obs.shape}."
                 )
+        if self.obs.ndim < 2 or not np.isfinite(self.logits).all():
+            raise SortRLError(
+                f"Demonstrations: obs has shape {self.obs.shape}, expected (n, *obs_shape), and logits must not be NaN or infinite."
+            )
         if self.actions.min() < 0 or self.actions.max() >= self.logits.shape[1]:
             raise SortRLError(
                 f"Demonstrations: actions range over {self.actions.min()}..{self.actions.max()}, "
@@ -259,6 +264,36 @@ class EvalResult:
             "gradients": self.gradients,
             "seconds": round(self.seconds, 3),
         }
+
+
+# What is computed with when rows are read back, and the least that each can be.
+_ROW_NUMBERS = {
+    "eps": 0.0,
+    "mean": -1e15,
+    "sem": 0.0,
+    "iqm": -1e15,
+    "changed_share": 0.0,
+    "queries": 0.0,
+    "gradients": 0.0,
+    "seconds": 0.0,
+    "steps": 1.0,
+}
+
+
+def stored_rows(rows: Any, where: str | Path) -> list[dict[str, Any]]:
+    """Rows of :meth:`EvalResult.to_json`, read back from a file that may be damaged."""
+    if not isinstance(rows, list):
+        raise SortRLError(f"{where}: its rows are {type(rows).__name__}, expected a list. Delete it to measure again.")
+    for index, row in enumerate(rows):
+        known = row if isinstance(row, dict) else {}
+        bad = [name for name in ("policy", "attack") if not isinstance(known.get(name), str)]
+        for name, least in _ROW_NUMBERS.items():
+            value = known.get(name)
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not least <= value <= 1e15:
+                bad.append(name)
+        if bad:
+            raise SortRLError(f"{where}: row {index} lacks or garbles {', '.join(bad)}. Delete it to measure again.")
+    return rows
 
 
 @dataclass(frozen=True)

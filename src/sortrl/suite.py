@@ -19,7 +19,7 @@ from sortrl.errors import SortRLError
 from sortrl.evaluate import evaluate
 from sortrl.files import read_json, write_json
 from sortrl.progress import stage
-from sortrl.records import PROTOCOL, Policy
+from sortrl.records import PROTOCOL, Policy, stored_rows
 from sortrl.timing import CriticalPoints, Strategic, Timing
 
 SCHEMA = 1
@@ -273,8 +273,7 @@ class _File:
 
     def __init__(self, path: Path | None, identity: dict[str, Any]) -> None:
         self.path = path
-        self.head = {"schema": SCHEMA, "kind": "attack", "identity": identity, "protocol": PROTOCOL}
-        self.head |= {"versions": provenance.versions()}
+        self.identity = identity
         self.rows: list[Row] = []
         if path is not None and path.exists():
             document = read_json(path)
@@ -282,7 +281,7 @@ class _File:
                 raise SortRLError(
                     f"{path} holds the result of other agents, episodes or seeds. Choose another file, or delete it."
                 )
-            self.rows = document["rows"]
+            self.rows = stored_rows(document.get("rows"), path)
 
     @property
     def directory(self) -> Path | None:
@@ -298,4 +297,6 @@ class _File:
             # Rows of an earlier call that this one does not ask for are kept: they may be asked for again.
             new = {(row["policy"], row["attack"], row["eps"]) for row in result.rows}
             kept = [row for row in self.rows if (row["policy"], row["attack"], row["eps"]) not in new]
-            write_json(self.path, {**self.head, **result.to_json(), "rows": [*result.rows, *kept]})
+            head = {"schema": SCHEMA, "kind": "attack", "identity": self.identity, "protocol": PROTOCOL}
+            head |= {"versions": provenance.versions()}
+            write_json(self.path, {**head, **result.to_json(), "rows": [*result.rows, *kept]})

@@ -10,7 +10,9 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,7 @@ Array = npt.NDArray[Any]
 Doubles = npt.NDArray[np.float64]
 _TYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "I64": "<i8", "I32": "<i4", "U8": "|u1", "BOOL": "|b1"}
 _LARGEST_HEADER = 100_000_000
+_LARGEST_FILE = 8 * 2**30
 _DISTANCES_AT_ONCE = 1 << 23
 _LARGEST_RADIUS = 8.0  # of those that are sought behind a head
 _BISECTIONS = 60
@@ -45,8 +48,9 @@ class Verdict:
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON values; what could not be computed is null."""
-        spare = self.smallest_spare if math.isfinite(self.smallest_spare) else None
-        return {**vars(self), "failures": list(self.failures), "smallest_spare": spare, "ok": self.ok}
+        numbers = {"lipschitz": self.lipschitz, "smallest_spare": self.smallest_spare}
+        known = {name: value if math.isfinite(value) else None for name, value in numbers.items()}
+        return {**vars(self), **known, "failures": list(self.failures), "ok": self.ok}
 
 
 @dataclass(frozen=True)
@@ -64,6 +68,15 @@ class _Network:
     bias: Doubles
     head: list[tuple[Doubles, Doubles]]
     """Weights and biases of the linear layers, if there are any."""
+
+    def seen(self, obs_shape: tuple[int, ...]) -> tuple[int, ...]:
+        """What crop and pool leave of an observation."""
+        if min(obs_shape, default=0) < 1 or min(self.crop) < 0 or self.pool < 1:
+            raise ValueError(f"obs_shape {obs_shape}, crop {self.crop}, pool {self.pool}")
+        if self.pool == 1 and not any(self.crop):
+            return obs_shape
+        (channels, height, width), (top, bottom, left, right) = obs_shape, self.crop
+        return channels, max(0, (height - top - bottom) // self.pool), max(0, (width - left - right) // self.pool)
 
     @property
     def lipschitz(self) -> float:
@@ -130,27 +143,59 @@ def verify(path: str | Path, policy: str | Path | None = None) -> Verdict:
     tensors, metadata = read_safetensors(Path(path))
     if metadata.get("format") != FORMAT:
         raise SortRLError(f"{path}: format {metadata.get('format')!r}, expected {FORMAT}. It holds no certificates.")
-    file = Path(path).parent / str(metadata["policy"]) if policy is None else Path(policy)
-    file = file / "policy.safetensors" if file.is_dir() else file
+    file = Path(path).parent / str(metadata.get("policy")) if policy is None else Path(policy)
+    file = file / "policy.safetensors" if os.path.isdir(file) else file  # False for names that no system takes
     weights, description = read_safetensors(file)
     try:
         stored = [tensors[f"mix.{index}"] for index in range(_layers(description["config"]))]
         network = _network(weights, description["config"], stored)
         states, action, radius = (tensors[name] for name in ("states", "action", "radius"))
-    except (KeyError, TypeError, ValueError) as error:
+        unfit = _wrong_mixes(stored, network.weights, description["config"])
+        unfit += _wrong_shapes(network, description["config"], tensors)
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError, ZeroDivisionError) as error:
         raise SortRLError(f"{path} or {file} lacks something ({error!r}). Write the certificates again.") from error
-    failures = []
-    digest = _hash(weights)
-    if digest != metadata.get("weights_sha256"):
-        failures.append(f"{file} has weights {digest[:12]}…, the certificates are of {metadata.get('weights_sha256')}")
-    failures += _wrong_mixes(stored, network.weights, description["config"])
-    wrong, spare = _wrong_states(network, states.astype(np.float64), action, radius.astype(np.float64))
+    digest, stated = _hash(weights), str(metadata.get("weights_sha256"))
+    failures = [] if digest == stated else [f"{file} has weights {digest[:12]}…, the certificates are of {stated[:64]}"]
+    if unfit:  # then there is no network, or no state, to compute with
+        return Verdict(len(states) if states.ndim else 0, math.nan, (*failures, *unfit), math.nan)
+    with np.errstate(all="ignore"):  # what overflows is not finite, and that is a failure below
+        wrong, spare = _wrong_states(network, states.astype(np.float64), action, radius.astype(np.float64))
     return Verdict(len(states), network.lipschitz, (*failures, *wrong), spare)
 
 
+def _wrong_shapes(network: _Network, config: dict[str, Any], tensors: dict[str, Array]) -> list[str]:
+    """Numpy would stretch shapes that do not fit until they do; here each must be what the configuration says."""
+    obs_shape, n = tuple(map(int, config["obs_shape"])), len(tensors["action"])
+    n_actions, width, shape = int(config["n_actions"]), int(config["width"]), network.seen(obs_shape)
+    pairs, outputs = [], []
+    for channels, kernel, stride in network.conv:
+        high, wide = ((size - kernel) // stride + 1 for size in shape[1:])
+        pairs.append((channels, shape[0] * kernel * kernel))
+        shape = (channels, high, wide)
+        outputs.append(math.prod(shape))
+    sizes = [math.prod(shape), *[width] * (len(network.weights) - len(pairs) - 1), width if network.head else n_actions]
+    pairs += [(b, a) for a, b in pairwise(sizes)]
+    outputs += sizes[1:]
+    expected: dict[str, tuple[tuple[int, ...], tuple[int, ...]]]
+    expected = {f"layer {i}": (w.shape, pairs[i]) for i, w in enumerate(network.weights)}
+    expected |= {f"mean {i}": (mean.shape, (outputs[i],)) for i, mean in enumerate(network.means)}
+    expected |= {"bias": (network.bias.shape, (outputs[-1],)), "states": (tensors["states"].shape, (n, *obs_shape))}
+    expected |= {"action": (tensors["action"].shape, (n,)), "radius": (tensors["radius"].shape, (n,))}
+    head = [width, *map(int, config.get("hidden", [])), n_actions]
+    for i, (weight, bias) in enumerate(network.head):
+        expected |= {f"linear layer {i}": (weight.shape, (head[i + 1], head[i]))}
+        expected |= {f"bias of linear layer {i}": (bias.shape, (head[i + 1],))}
+    lines = [f"{name}: shape {got}, expected {wanted}" for name, (got, wanted) in expected.items() if got != wanted]
+    if network.factor.size != 1 or not 0 < float(network.factor.max()) < math.inf:
+        lines.append("the factor on the inputs: expected one positive number")
+    if tensors["action"].dtype.kind != "i":
+        lines.append(f"action: type {tensors['action'].dtype}, expected integers")
+    elif n and not 0 <= tensors["action"].min() <= tensors["action"].max() < n_actions:
+        lines.append(f"action: outside 0..{n_actions - 1}")
+    return lines
+
+
 def _wrong_states(network: _Network, states: Doubles, action: Array, radius: Doubles) -> tuple[list[str], float]:
-    if not len(states) == len(action) == len(radius):
-        return [f"{len(states)} states, {len(action)} actions and {len(radius)} radii: not one each"], math.nan
     if not len(states):
         return [], math.inf
     if not np.isfinite(states).all():
@@ -165,7 +210,7 @@ def _wrong_states(network: _Network, states: Doubles, action: Array, radius: Dou
             lines.append(f"state {i}: its radius is {radius[i]}")
         elif best[i] != action[i] and (radius[i] > 0 or scores[i, action[i]] < scores[i, best[i]] - _tie(scores[i])):
             lines.append(f"state {i}: action {action[i]} is stated, the scores say {best[i]}")
-        elif radius[i] > bound[i]:
+        elif not radius[i] <= bound[i]:  # a score that is not a number proves nothing
             lines.append(f"state {i}: radius {radius[i]:.9g} is stated, at most {bound[i]:.9g} can be proven")
     return lines, float((bound - radius).min())
 
@@ -183,6 +228,8 @@ def _network(weights: dict[str, Array], config: dict[str, Any], mixes: list[Arra
     weights = {name.removeprefix("trunk."): array for name, array in weights.items()}
     depth = _layers(config)
     factors = [name for name in weights if name.startswith("front.") and name.endswith(".factor")]
+    if len(factors) > 1 or int(config["depth"]) < 1:
+        raise ValueError(f"{len(factors)} factors on the inputs, depth {config['depth']}")
     top, bottom, left, right = (int(border) for border in config["crop"])
     return _Network(
         crop=(top, bottom, left, right),
@@ -265,6 +312,10 @@ def _hash(tensors: dict[str, Array]) -> str:
 def read_safetensors(path: Path) -> tuple[dict[str, Array], dict[str, Any]]:
     """Tensors and metadata of a safetensors file: the length of a JSON header, the header, the bytes."""
     try:
+        # Certificates name the policy's file: that may be a device or a pipe, which has no end.
+        if not os.path.isfile(path) or path.stat().st_size > _LARGEST_FILE:
+            found = "a file beyond every policy's size" if os.path.isfile(path) else "no such file"
+            raise SortRLError(f"Cannot read {path}: {found}.")
         content = path.read_bytes()
     except OSError as error:
         raise SortRLError(f"Cannot read {path}: {error.strerror or error}.") from error
@@ -276,7 +327,9 @@ def read_safetensors(path: Path) -> tuple[dict[str, Array], dict[str, Any]]:
         data = memoryview(content)[8 + size :]
         metadata = json.loads(header.pop("__metadata__", {}).get("sortrl", "{}"))
         tensors = {name: _tensor(entry, data) for name, entry in header.items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        if not isinstance(metadata, dict):
+            raise ValueError("its metadata is not an object")
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise SortRLError(f"{path} is not a readable safetensors file ({error}). It may be damaged.") from error
     return tensors, metadata
 

@@ -113,11 +113,9 @@ class LearnedAdversary(Attack):
         try:
             architecture, inner = Architecture.from_json(metadata["architecture"]), metadata["inner"]
             scale = Normalizer(tensors["scale.mean"], tensors["scale.scale"], FEATURE_CLIP)
-            network = architecture.build()
-            weights = {name.removeprefix("network."): tensor for name, tensor in tensors.items() if "network." in name}
-            network.load_state_dict(weights)
+            weights = {n.removeprefix("network."): tensor for n, tensor in tensors.items() if n.startswith("network.")}
             return cls(
-                _frozen(network),
+                _frozen(architecture.build_with(weights, str(path))),
                 scale,
                 architecture,
                 str(metadata["env_id"]),
@@ -125,7 +123,7 @@ class LearnedAdversary(Attack):
                 bool(metadata["director"]),
                 Aimed(int(inner["steps"]), float(inner["step_share"]), inner["p"]),
             )
-        except (KeyError, TypeError, RuntimeError) as error:
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise SortRLError(f"{path}: incomplete or foreign ({error}). Train the adversary again.") from error
 
 

@@ -8,7 +8,24 @@ import torch
 from torch import Tensor
 
 from sortrl.envs import EnvInfo
+from sortrl.errors import SortRLError
 from sortrl.records import Policy
+
+
+def check_eps(policy: Policy, info: EnvInfo, eps_unit: float) -> None:
+    """Refuse an eps that lets an adversary replace the whole observation: most likely it is in another unit."""
+    if not 0 <= eps_unit < float("inf"):
+        raise SortRLError(f"eps is {eps_unit}, expected a finite number >= 0 in the policy's input units.")
+    low, high = valid_range(policy, info)
+    if low is None or high is None:
+        return
+    span = float((high - low).max())
+    if eps_unit >= span:  # never where a sensor is unbounded
+        pixels = f" For {eps_unit:g} of 255 grey levels write {eps_unit / 255:.4g}." if info.is_image else ""
+        raise SortRLError(
+            f"eps is {eps_unit:g}, but observations of {info.env_id} span only {span:g} in the policy's input units, which "
+            f"eps is stated in: everything could be changed into anything.{pixels} Choose a smaller eps."
+        )
 
 
 def valid_range(policy: Policy, info: EnvInfo) -> tuple[Tensor | None, Tensor | None]:

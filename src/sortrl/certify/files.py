@@ -76,5 +76,12 @@ def load_certificates(path: str | Path) -> tuple[Tensor, Certificate, dict[str, 
     tensors, metadata = read_tensors(path)
     if metadata.get("format") != FORMAT:
         raise SortRLError(f"{path}: format {metadata.get('format')!r}, expected {FORMAT}. It holds no certificates.")
+    missing = [name for name in ("states", "action", "radius", "runner_up") if name not in tensors]
+    if missing:
+        raise SortRLError(f"{path} lacks {', '.join(missing)}. Write the certificates again.")
     certificate = Certificate(*(tensors[name].numpy() for name in ("action", "radius", "runner_up")))
+    if tensors["states"].ndim < 2 or len(tensors["states"]) != len(certificate):
+        raise SortRLError(
+            f"{path}: {len(certificate)} certificates for states of shape {tuple(tensors['states'].shape)}, expected one each."
+        )
     return tensors["states"], certificate, metadata

@@ -116,6 +116,8 @@ def _info_of(env: gym.Env[Any, Any]) -> EnvInfo:
         )
     if not isinstance(actions, gym.spaces.Discrete) or int(actions.start) != 0:
         raise SortRLError(f"{env_id} has actions {actions}; expected Discrete(n) counted from 0. Wrap the environment.")
+    if int(actions.n) < 2:
+        raise SortRLError(f"{env_id} has one action only: there is nothing to decide, hence nothing to certify.")
     if not isinstance(observations, gym.spaces.Box):
         raise SortRLError(
             f"{env_id} has observations {observations}; expected one Box (an array of numbers). "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 
 from sortrl.errors import SortRLError
 from sortrl.files import read_tensors, write_tensors
-from sortrl.normalizer import Normalizer
+from sortrl.normalizer import Normalizer, stored_normalizer
 from sortrl.records import Certificate, Decision
 
 FORMAT_VERSION = 1
@@ -174,24 +175,47 @@ def load_policy(path: str | Path, kinds: dict[str, Any]) -> CertifiedPolicy:
             f"{file}: format {metadata.get('format')!r}, this version reads {FORMAT_VERSION}. Update sortrl."
         )
     kind = metadata.get("kind", "sort")  # files of before there were other kinds do not say
-    if kind not in kinds:
+    if not isinstance(kind, str) or kind not in kinds:
         raise SortRLError(f"{file}: a policy of kind {kind!r}, expected {' or '.join(map(repr, kinds))}.")
+    normalizer = stored_normalizer(tensors, metadata, _prefix(tensors), file)
     try:
-        clip = metadata["clip"]
-        prefix = next(name for name in tensors if name.endswith("normalizer.mean")).removesuffix("mean")
-        normalizer = Normalizer(tensors[prefix + "mean"], tensors[prefix + "scale"], math.inf if clip is None else clip)
         config = {name: _tuples(value) for name, value in metadata["config"].items()}
+        _check_shapes(kinds[kind], config, normalizer, tensors)
         policy: CertifiedPolicy = kinds[kind](normalizer=normalizer, **config)
-    except (KeyError, TypeError, AttributeError, StopIteration) as error:
-        raise SortRLError(f"{file}: incomplete or foreign metadata ({error}). It is not a sortrl policy.") from error
-    try:
         policy.load_state_dict(tensors)
-    except RuntimeError as error:
-        raise SortRLError(f"{file}: weights do not fit the configuration. {error}") from error
-    if not all(torch.isfinite(t).all() for t in policy.state_dict().values() if t.ndim):
+    except SortRLError as error:
+        raise SortRLError(f"{file}: {error}") from error
+    except (KeyError, TypeError, AttributeError, ValueError, OverflowError, RuntimeError) as error:
+        raise SortRLError(f"{file}: incomplete or foreign ({str(error)[:300]}). It is not a sortrl policy.") from error
+    numbers = [tensor for name, tensor in tensors.items() if name.rpartition(".")[2] != "p"]  # p may be infinite
+    if not all(bool(torch.isfinite(tensor).all()) for tensor in numbers):
         raise SortRLError(f"{file}: weights contain NaN or infinity.")
+    factors = [tensor for name, tensor in tensors.items() if name.endswith(".factor")]
+    if not all(bool((factor > 0).all()) for factor in factors):
+        raise SortRLError(f"{file}: the factor on its inputs is not positive.")
     policy.eval().requires_grad_(False)
     return policy
+
+
+def _prefix(tensors: Mapping[str, Tensor]) -> str:
+    """Where the normaliser is: at the top, or in the part of the network that sees the observation."""
+    return next((name for name in tensors if name.endswith("normalizer.mean")), "mean").removesuffix("mean")
+
+
+def _check_shapes(kind: Any, config: dict[str, Any], normalizer: Normalizer, tensors: Mapping[str, Tensor]) -> None:
+    """Compare tensors with the configuration on the meta device, before any memory is spent on what a file claims."""
+    layers = int(config["depth"]) + len(config.get("conv", ())) + len(config.get("hidden", ()))
+    if layers > len(tensors) or normalizer.obs_shape != config["obs_shape"]:
+        raise SortRLError(
+            f"weights do not fit the configuration. {len(tensors)} tensors and observations {normalizer.obs_shape} for "
+            f"{layers} layers and observations {str(config['obs_shape'])[:60]}."
+        )
+    with torch.device("meta"):
+        expected = kind(normalizer=normalizer, **config).state_dict()
+    for name in sorted(expected.keys() | tensors.keys()):
+        found, wanted = (tuple(some[name].shape) if name in some else "nothing" for some in (tensors, expected))
+        if found != wanted:
+            raise SortRLError(f"weights do not fit the configuration. {name} is {found}, expected {wanted}.")
 
 
 def ranked(

@@ -23,6 +23,8 @@ from torch.nn import functional
 from sortrl import ops
 from sortrl.errors import SortRLError
 
+LARGEST_MIX = 100_000
+
 
 def truncated_mix(rho: float, fan_in: int, tolerance: float = 1e-4) -> Tensor:
     """The first K weights of ``(1 - rho) rho^j``, scaled to sum to 1, with K such that the rest sums to at most ``tolerance``.
@@ -41,6 +43,10 @@ def truncated_mix(rho: float, fan_in: int, tolerance: float = 1e-4) -> Tensor:
     if fan_in < 1:
         raise SortRLError(f"a layer has {fan_in} inputs, expected at least 1.")
     top = 1 if rho == 0.0 else min(fan_in, math.ceil(math.log(tolerance) / math.log(rho)))
+    if top > LARGEST_MIX:
+        raise SortRLError(
+            f"rho is {rho}, so close to 1 that {top} distances would count; expected at most {LARGEST_MIX}."
+        )
     weights = (1.0 - rho) * rho ** np.arange(top, dtype=np.float64)
     weights /= math.fsum(weights)
     rounded = weights.astype(np.float32)
@@ -214,7 +220,10 @@ class Scale(nn.Module):
 
     def __init__(self, factor: float | Tensor) -> None:
         super().__init__()
-        value = torch.as_tensor(factor, dtype=torch.float32)
+        # Not on the device of a caller who only wants to see shapes: the value is looked at.
+        value = (
+            factor.float() if isinstance(factor, Tensor) else torch.tensor(factor, dtype=torch.float32, device="cpu")
+        )
         if not bool((torch.isfinite(value) & (value > 0)).all()):
             raise SortRLError(f"Scale: factor is {factor}, expected positive finite numbers.")
         self.register_buffer("factor", value)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from sortrl.errors import SortRLError
+from sortrl.memory import require
 from sortrl.nets.bounds import ErrorBound, FrontEnd, decide_one, error_bound, margin_radius, proven, traced_scores
 from sortrl.nets.certified import CertifiedPolicy, Decided, load_policy, overflow, ranked
 from sortrl.nets.layers import AveragePool, Crop, MeanShift, Scale, SortConv, SortLinear
@@ -53,6 +54,10 @@ class PolicyConfig:
         for name in ("width", "depth", "mask_chunk", "pool"):
             if getattr(self, name) < 1:
                 raise SortRLError(f"SortPolicy: {name} is {getattr(self, name)}, expected at least 1.")
+        whole = (self.n_actions, self.width, self.depth, self.mask_chunk, self.pool, *self.obs_shape, *self.crop)
+        whole += tuple(itertools.chain.from_iterable(self.conv))
+        if not all(isinstance(size, int) for size in whole) or len(self.crop) != 4 or min(self.crop) < 0:
+            raise SortRLError(f"SortPolicy: every size must be a whole number, and crop four of them, got {self}.")
         if not self.obs_shape or min(self.obs_shape) < 1:
             raise SortRLError(f"SortPolicy: obs_shape is {self.obs_shape}, expected one or more positive sizes.")
         if (self.pool > 1 or any(self.crop) or self.conv) and len(self.obs_shape) != 3:
@@ -119,6 +124,10 @@ class SortPolicy(CertifiedPolicy):
             layers.append(patches)
             seen = patches.out_shape
         sizes = [math.prod(seen)] + [width] * (depth - 1) + [self.n_actions]
+        parameters = sum(a * b for a, b in itertools.pairwise(sizes))
+        require(
+            f"A policy with {parameters} parameters", 4 * parameters, "lower width or depth, or crop or pool the images"
+        )
         # Sorting raw inputs gains nothing, so the first layer is a plain maximum.
         layers += [
             SortLinear(a, b, rho if layers or index else 0.0) for index, (a, b) in enumerate(itertools.pairwise(sizes))

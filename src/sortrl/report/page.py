@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from sortrl.errors import SortRLError
-from sortrl.files import write_text
+from sortrl.files import regular_file, write_text
 from sortrl.report.chart import Chart
 from sortrl.report.charts import KEYS, charts
 from sortrl.report.figures import save_png
@@ -31,6 +31,7 @@ _SECTIONS = {
 # Nothing may be loaded or run, whatever the results contain.
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 FILM = "episode.gif"  # shown on the page if it is there
+LARGEST_FILM = 64 * 2**20
 
 
 def render(results: Mapping[str, Any], out_dir: Path) -> Path:
@@ -156,7 +157,7 @@ def _film_in(folder: Path) -> bytes | None:
     path = folder / FILM
     if not path.exists():
         return None
-    data = path.read_bytes()
+    data = regular_file(path, LARGEST_FILM).read_bytes()
     if not data.startswith((b"GIF87a", b"GIF89a")):
         raise SortRLError(f"{path} is not a GIF. Make it again with: sortrl watch {folder}, or delete it.")
     return data

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
+import torch
 from torch import Tensor, nn
 
 from sortrl.errors import SortRLError
@@ -60,12 +62,15 @@ class Architecture:
 
     def __post_init__(self) -> None:
         if self.activation not in ACTIVATIONS:
-            raise SortRLError(f"Activation {self.activation!r} is not known; expected one of {', '.join(ACTIVATIONS)}.")
+            raise SortRLError(
+                f"Activation {str(self.activation)[:40]!r} is not known; expected one of {', '.join(ACTIVATIONS)}."
+            )
         if self.trunk not in ("mlp", "nature_cnn"):
             raise SortRLError(f"Trunk {self.trunk!r} is not known; expected 'mlp' or 'nature_cnn'.")
         sizes = (*self.obs_shape, self.n_actions, *self.hidden, self.cnn_features)
-        if not self.obs_shape or any(not isinstance(size, int) or size < 1 for size in sizes) or self.n_quantiles < 0:
-            raise SortRLError(f"Architecture: every size must be a positive integer, got {self}.")
+        whole = all(type(size) is int and size > 0 for size in sizes) and type(self.n_quantiles) is int
+        if not self.obs_shape or not whole or self.n_quantiles < 0:
+            raise SortRLError(f"Architecture: every size must be a positive integer, got {str(self)[:300]}.")
         if self.trunk == "nature_cnn" and len(self.obs_shape) != 3:
             raise SortRLError(f"A NatureCNN sees images (channels, height, width), but obs_shape is {self.obs_shape}.")
 
@@ -79,6 +84,30 @@ class Architecture:
         if self.n_quantiles:
             layers.append(MeanQuantiles(self.n_quantiles, self.n_actions))
         return nn.Sequential(*layers)
+
+    def build_with(self, tensors: Mapping[str, Tensor], where: str) -> nn.Sequential:
+        """The network with given parameters, which must fit and be finite; ``where`` is said in errors.
+
+        Shapes are compared before any memory is spent on what a file claims.
+        """
+        found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+        try:
+            if 2 * len(self.hidden) > len(tensors):
+                raise ValueError(f"{len(tensors)} tensors for {len(self.hidden)} hidden layers")
+            with torch.device("meta"):
+                expected = {name: tuple(tensor.shape) for name, tensor in self.build().state_dict().items()}
+            if found != expected:
+                raise ValueError(f"tensors {found}, expected {expected}")
+            network = self.build()
+            network.load_state_dict(tensors)
+        # torch's words for sizes that no memory can hold are as many as its errors.
+        except (RuntimeError, TypeError, ValueError, OverflowError) as error:
+            raise SortRLError(
+                f"{where} does not fit its own description ({str(error)[:500]}). Save it again."
+            ) from error
+        if not all(bool(torch.isfinite(tensor).all()) for tensor in tensors.values()):
+            raise SortRLError(f"{where}: its weights contain NaN or infinity; the training diverged.")
+        return network
 
     def _flat(self) -> tuple[list[nn.Module], int]:
         return [nn.Flatten()], math.prod(self.obs_shape)
@@ -107,4 +136,4 @@ class Architecture:
             known: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in fields.items()}
             return cls(**known)
         except (TypeError, AttributeError) as error:
-            raise SortRLError(f"Not the description of a teacher's network: {fields!r} ({error}).") from error
+            raise SortRLError(f"Not the description of a network: {str(fields)[:200]} ({str(error)[:200]}).") from error

@@ -21,11 +21,25 @@ import torch
 from torch import Tensor
 
 from sortrl.errors import SortRLError
+from sortrl.files import regular_file
 from sortrl.teachers.architecture import Architecture
+from sortrl.teachers.pickles import scan
 
 # A 1 GiB network is far beyond any Stable-Baselines3 agent: a larger declared size is a damaged file or a zip bomb.
 MAX_BYTES = 2**30
 _MAX_TEXT_BYTES = 64 * 2**20
+
+# What torch.save writes for a dictionary of tensors, and all that may occur in one: its own loader also knows functions
+# that allocate whatever they are told.
+_STORAGES = ("Float", "Double", "Half", "Long", "Int", "Short", "Char", "Byte", "Bool")
+_NAMES = frozenset(
+    (
+        "collections OrderedDict",
+        "torch._utils _rebuild_tensor_v2",
+        "torch._utils _rebuild_parameter",
+        *(f"torch {kind}Storage" for kind in _STORAGES),
+    )
+)
 
 # Parts of an agent that do not choose its actions, or are second names of parts that do (pi_features_extractor).
 _UNUSED = (
@@ -64,13 +78,16 @@ class Agent:
 def read_zip(path: Path) -> Agent:
     """Read an agent saved by ``model.save``, without unpickling anything."""
     try:
-        with zipfile.ZipFile(path) as archive:
+        with zipfile.ZipFile(regular_file(path)) as archive:
             if "policy.pth" not in archive.namelist():
                 found = ", ".join(archive.namelist()[:8]) or "nothing"
                 raise SortRLError(f"{path} is not a Stable-Baselines3 agent: no policy.pth in it, found {found}.")
             state = _read_state(_read_member(archive, "policy.pth", MAX_BYTES, path), path)
             facts = _facts_of_data(archive, path) if "data" in archive.namelist() else AgentFacts()
-    except (zipfile.BadZipFile, NotImplementedError, RuntimeError, OSError, EOFError) as error:
+    except SortRLError:
+        raise
+    # zipfile passes on what its decompressors and decoders raise: zlib.error, LZMAError, UnicodeDecodeError, ...
+    except Exception as error:
         raise SortRLError(f"{path} is not a readable zip file ({error}). Save the agent again.") from error
     return convert(state, facts, str(path))
 
@@ -197,10 +214,7 @@ def _read_member(archive: zipfile.ZipFile, name: str, cap: int, path: Path) -> b
 
 
 def _read_state(content: bytes, path: Path) -> dict[str, Tensor]:
-    if zipfile.is_zipfile(io.BytesIO(content)):  # since torch 1.6 the file is itself a zip, whose members may be packed
-        with zipfile.ZipFile(io.BytesIO(content)) as inner:
-            if sum(member.file_size for member in inner.infolist()) > MAX_BYTES:
-                raise SortRLError(f"{path}: policy.pth unpacks to more than {MAX_BYTES} bytes. Not opened.")
+    _check_pickles(content, path)
     try:
         state = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
     # torch raises UnpicklingError, RuntimeError, EOFError, KeyError, ... according to where the damage is.
@@ -214,6 +228,22 @@ def _read_state(content: bytes, path: Path) -> dict[str, Tensor]:
     if not all(bool(torch.isfinite(tensor).all()) for tensor in state.values()):
         raise SortRLError(f"{path}: its weights contain NaN or infinity; the training diverged.")
     return {str(name): tensor for name, tensor in state.items()}
+
+
+def _check_pickles(content: bytes, path: Path) -> None:
+    """Refuse what is not a dictionary of tensors before torch opens it: weights_only bounds neither memory nor time."""
+    where = f"{path}: policy.pth"
+    if zipfile.is_zipfile(io.BytesIO(content)):  # since torch 1.6 the file is itself a zip, whose members may be packed
+        with zipfile.ZipFile(io.BytesIO(content)) as inner:
+            if sum(member.file_size for member in inner.infolist()) > MAX_BYTES:
+                raise SortRLError(f"{where} unpacks to more than {MAX_BYTES} bytes. Not opened.")
+            for member in inner.namelist():
+                if member.endswith(".pkl"):
+                    scan(io.BytesIO(inner.read(member)), where, _NAMES)
+        return
+    stream = io.BytesIO(content)
+    for _ in range(5):  # before torch 1.6: magic number, protocol, system, state, names of the storages
+        scan(stream, where, _NAMES)
 
 
 def _facts_of_data(archive: zipfile.ZipFile, path: Path) -> AgentFacts:

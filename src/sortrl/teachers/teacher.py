@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from sortrl.errors import SortRLError
 from sortrl.files import read_tensors, write_tensors
-from sortrl.normalizer import Normalizer
+from sortrl.normalizer import Normalizer, stored_normalizer
 from sortrl.teachers.architecture import Architecture
 
 FILE_NAME = "teacher.safetensors"
@@ -133,28 +133,20 @@ class Teacher(nn.Module):
             found = metadata.get("format")
             raise SortRLError(f"{path} is not a saved teacher (format {found!r}, expected {FORMAT!r}).")
         architecture = Architecture.from_json(metadata.get("architecture"))
-        try:
-            clip = metadata["clip"]
-            mean, scale = tensors["normalizer.mean"], tensors["normalizer.scale"]
-            normalizer = Normalizer(mean, scale, np.inf if clip is None else clip)
-            teacher = cls(
-                architecture.build(),
-                normalizer,
-                architecture.n_actions,
-                str(metadata["name"]),
-                str(metadata["algorithm"]),
-                architecture,
-            )
-            teacher.load_state_dict(tensors)
-        except (KeyError, TypeError, RuntimeError) as error:
-            raise SortRLError(
-                f"{path} does not fit its own description ({error}). It is damaged: save it again."
-            ) from error
+        body = {n.removeprefix("body."): tensor for n, tensor in tensors.items() if not n.startswith("normalizer.")}
+        normalizer = stored_normalizer(tensors, metadata, "normalizer.", path)
         if normalizer.obs_shape != architecture.obs_shape:
             raise SortRLError(
                 f"{path}: normalisation {normalizer.obs_shape} and network {architecture.obs_shape} differ."
             )
-        return teacher
+        return cls(
+            architecture.build_with(body, str(path)),
+            normalizer,
+            architecture.n_actions,
+            str(metadata.get("name")),
+            str(metadata.get("algorithm")),
+            architecture,
+        )
 
 
 class CallableBody(nn.Module):

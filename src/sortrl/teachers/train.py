@@ -16,17 +16,22 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
+from sortrl.checkpoint import damage_named, optimizer_tensors, part, prefixed, restore_optimizer
 from sortrl.envs import describe, greedy_returns
 from sortrl.envs.info import make_env
 from sortrl.errors import SortRLError
-from sortrl.files import atomic_path, write_json
+from sortrl.files import read_object, read_tensors, write_json, write_tensors
+from sortrl.memory import require
 from sortrl.teachers.config import TeacherConfig, teacher_preset
 from sortrl.teachers.load import load_teacher
 from sortrl.teachers.teacher import Teacher
 
-STATE_FILE = "training.pt"
+STATE_FILE = "training.safetensors"
 LOG_FILE = "training.json"
+FORMAT = "sortrl-training-1"
+_COUNTS = ("num_timesteps", "_n_updates", "_n_calls")
 _REPLAY = ("observations", "next_observations", "actions", "rewards", "dones", "timeouts")
 
 Progress = Callable[[dict[str, Any]], None]
@@ -45,23 +50,27 @@ def train_teacher(
     from them (a finished training is just loaded). The result depends on the configuration and the seed alone.
     ``progress`` is called after each evaluation with ``step``, ``total`` and ``return`` (greedy, mean).
     """
+    if seed < 0:
+        raise SortRLError(f"train_teacher: seed is {seed}, expected 0 or more.")
     info = describe(env_id)
     config = config or teacher_preset(info.env_id)
-    identity = {"env_id": info.env_id, "seed": int(seed), "config": asdict(config)}
+    settings = {name: list(v) if isinstance(v, tuple) else v for name, v in asdict(config).items()}  # as JSON has them
+    identity = {"env_id": info.env_id, "seed": int(seed), "config": settings}
     record: dict[str, Any] = {"identity": identity, "segment": 0, "history": [], "best": None, "done": False}
     out = Path(out_dir) if out_dir is not None else None
-    resumed = _read_state(out / STATE_FILE, identity) if out is not None and (out / STATE_FILE).exists() else None
-    if resumed is not None:
-        record = resumed.pop("record")
-        if record["done"]:
-            return Teacher.load(out or "")
+    if out is not None and _is_finished(out / LOG_FILE, identity):
+        return Teacher.load(out)
+    resumed = None
+    if out is not None and (out / STATE_FILE).exists():
+        resumed, record = _read_state(out / STATE_FILE, identity)
     best = Teacher.load(out) if out is not None and record["best"] is not None else None
     with _one_thread(), _generators_restored():
         set_seed(_mixed(seed, 0))
         model = make_model(info.env_id, config)
         try:
-            if resumed is not None:
-                restore(model, resumed)
+            if resumed is not None and out is not None:
+                with damage_named(out / STATE_FILE):
+                    restore(model, resumed, record.pop("counts"))
             while not record["done"]:
                 _run_segment(model, config, seed, record["segment"])
                 record["segment"] += 1
@@ -76,7 +85,7 @@ def train_teacher(
                     if out is not None:
                         teacher.save(out)
                 if out is not None:
-                    _write_state(out, record, capture(model))
+                    _write_state(out, record, model)
                 if progress is not None:
                     progress({"step": model.num_timesteps, "total": config.total_steps, "return": score})
         finally:
@@ -148,6 +157,9 @@ def make_model(env_id: str, config: TeacherConfig) -> Any:
                 **common,
             )
         else:
+            info = describe(env_id)
+            size = 2 * config.buffer_size * info.obs_size * info.obs_dtype.itemsize
+            require(f"A replay buffer of {config.buffer_size} steps", size, "lower buffer_size")
             model = DQN(
                 "MlpPolicy",
                 env,
@@ -164,64 +176,83 @@ def make_model(env_id: str, config: TeacherConfig) -> Any:
     return model
 
 
-def capture(model: Any) -> dict[str, Any]:
-    """Everything a segment starts from, as tensors and numbers."""
-    state: dict[str, Any] = {
-        "policy": model.policy.state_dict(),
-        "optimizer": model.policy.optimizer.state_dict(),
-        "counts": {name: int(getattr(model, name, 0)) for name in ("num_timesteps", "_n_updates", "_n_calls")},
-    }
+def capture(model: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Everything a segment starts from: tensors, and numbers as JSON has them."""
+    tensors = prefixed("policy", model.policy.state_dict())
+    tensors |= prefixed("optimizer", optimizer_tensors(model.policy.optimizer))
+    counts: dict[str, Any] = {name: int(getattr(model, name, 0)) for name in _COUNTS}
     for name in _statistics(model):
         rms = getattr(model.env, name)
-        state[name] = {"mean": torch.as_tensor(rms.mean), "var": torch.as_tensor(rms.var), "count": float(rms.count)}
+        tensors |= {f"{name}.mean": torch.as_tensor(rms.mean), f"{name}.var": torch.as_tensor(rms.var)}
+        counts[name] = float(rms.count)
     replay = getattr(model, "replay_buffer", None)
     if replay is not None:
-        state["replay"] = {name: torch.from_numpy(getattr(replay, name)) for name in _REPLAY}
-        state["replay"] |= {"pos": int(replay.pos), "full": bool(replay.full)}
-    return state
+        tensors |= {f"replay.{name}": torch.from_numpy(getattr(replay, name)) for name in _REPLAY}
+        counts |= {"replay.pos": int(replay.pos), "replay.full": bool(replay.full)}
+    return tensors, counts
 
 
-def restore(model: Any, state: dict[str, Any]) -> None:
+def restore(model: Any, tensors: dict[str, Tensor], counts: dict[str, Any]) -> None:
     """The inverse of :func:`capture`."""
-    model.policy.load_state_dict(state["policy"])
-    model.policy.optimizer.load_state_dict(state["optimizer"])
-    for name, value in state["counts"].items():
+    model.policy.load_state_dict(part(tensors, "policy"))
+    restore_optimizer(model.policy.optimizer, part(tensors, "optimizer"))
+    for name in _COUNTS:
         if hasattr(model, name):
-            setattr(model, name, value)
+            setattr(model, name, int(counts[name]))
     for name in _statistics(model):
         rms = getattr(model.env, name)
-        rms.mean, rms.var = state[name]["mean"].numpy(), state[name]["var"].numpy()
-        rms.count = state[name]["count"]
-    if "replay" in state:
+        mean, var = tensors[f"{name}.mean"].numpy(), tensors[f"{name}.var"].numpy()
+        if mean.shape != np.shape(rms.mean) or var.shape != np.shape(rms.var):
+            raise ValueError(f"{name} of shapes {mean.shape} and {var.shape}")
+        rms.mean, rms.var, rms.count = mean, var, float(counts[name])
+    replay = getattr(model, "replay_buffer", None)
+    if replay is not None:
         for name in _REPLAY:
-            getattr(model.replay_buffer, name)[:] = state["replay"][name].numpy()
-        model.replay_buffer.pos, model.replay_buffer.full = state["replay"]["pos"], state["replay"]["full"]
+            getattr(replay, name)[:] = tensors[f"replay.{name}"].numpy()
+        replay.pos, replay.full = int(counts["replay.pos"]), bool(counts["replay.full"])
 
 
 def _statistics(model: Any) -> list[str]:
     return ["ret_rms", *(["obs_rms"] if model.env.norm_obs else [])]
 
 
-def _write_state(out: Path, record: dict[str, Any], state: dict[str, Any]) -> None:
-    # A finished training needs its record only.
-    with atomic_path(out / STATE_FILE) as temporary:
-        torch.save({"record": record} if record["done"] else {"record": record, **state}, temporary)
+def _write_state(out: Path, record: dict[str, Any], model: Any) -> None:
+    if not record["done"]:
+        tensors, counts = capture(model)
+        write_tensors(out / STATE_FILE, tensors, {"format": FORMAT, "record": {**record, "counts": counts}})
     write_json(out / LOG_FILE, record)
+    if record["done"]:  # from now on the log alone is asked
+        (out / STATE_FILE).unlink(missing_ok=True)
 
 
-def _read_state(path: Path, identity: dict[str, Any]) -> dict[str, Any]:
-    try:
-        state: dict[str, Any] = torch.load(path, weights_only=True)
-        found = state["record"]["identity"]
-    # Whatever torch raises on a damaged file, the remedy is the same.
-    except Exception as error:
-        raise SortRLError(f"{path} cannot be read ({error}). Delete it to train from the start.") from error
-    if found != identity:
+def _is_finished(path: Path, identity: dict[str, Any]) -> bool:
+    if not path.exists():
+        return False
+    record = read_object(path)
+    _check_identity(record.get("identity"), identity, path)
+    return record.get("done") is True
+
+
+def _read_state(path: Path, identity: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    tensors, metadata = read_tensors(path)
+    found = metadata.get("record")
+    record: dict[str, Any] = found if isinstance(found, dict) and metadata.get("format") == FORMAT else {}
+    kinds = {"counts": dict, "history": list, "segment": int, "best": float | int | None}
+    if not record or not all(isinstance(record.get(name), kind) for name, kind in kinds.items()):
         raise SortRLError(
-            f"{path.parent} holds the training of {found['env_id']} with seed {found['seed']} and other settings than "
-            f"asked for now ({identity['env_id']}, seed {identity['seed']}). Choose another directory, or delete it."
+            f"{path} cannot be read (format {metadata.get('format')!r}). Delete it to train from the start."
         )
-    return state
+    _check_identity(record.get("identity"), identity, path)
+    return tensors, {**record, "done": False}
+
+
+def _check_identity(found: Any, identity: dict[str, Any], path: Path) -> None:
+    if found != identity:
+        other = found if isinstance(found, dict) else {}
+        raise SortRLError(
+            f"{path.parent} holds the training of {other.get('env_id')} with seed {other.get('seed')} and other settings "
+            f"than asked for now ({identity['env_id']}, seed {identity['seed']}). Choose another directory, or delete it."
+        )
 
 
 def _mixed(seed: int, part: int) -> int:
