@@ -112,6 +112,7 @@ def evaluate(
 
     _use_threads(threads)
     env_id, policy, teacher = open_run(run)
+    _check_eps(policy, env_id, eps)
     chosen, rows = attacks.by_name(attack), []
     print(f"{'policy':<10}{'attack':<10}{'eps':>8}{'return':>20}{'changed':>10}{'certified':>11}")
     for size in dict.fromkeys((0.0, *eps)):
@@ -158,6 +159,7 @@ def attack(
 
     _use_threads(threads)
     env_id, policy, teacher = open_run(run)
+    _check_eps(policy, env_id, eps)
     result = evaluate_suite(
         policy, teacher, env_id, suite, eps, episodes, seed, path=json, quiet=not sys.stderr.isatty()
     )
@@ -210,6 +212,7 @@ def certify(
 
     _use_threads(threads)
     env_id, policy, _ = open_run(run)
+    _check_eps(policy, env_id, eps)
     chosen = None if attack == "none" else attacks.by_name(attack)
     with stage("Certifying episodes", quiet=not sys.stderr.isatty()) as progress:
         found = certification(
@@ -319,13 +322,14 @@ def watch(
     from sortrl.evaluate import episode_seeds
     from sortrl.files import read_json, write_json
     from sortrl.film import film
-    from sortrl.pipeline import open_run
+    from sortrl.pipeline import open_run, trained_eps
     from sortrl.report.page import FILM
     from sortrl.watch import play
 
     _use_threads(threads)
     env_id, policy, _ = open_run(run)
-    size = float(read_json(run / "run.json")["identity"]["config"]["eps"]) if eps is None else eps
+    size = trained_eps(run) if eps is None else eps
+    _check_eps(policy, env_id, (size,))
     path = out or run / FILM
     if path.suffix.lower() != ".gif":
         raise SortRLError(f"--out is {path}, expected a name that ends in .gif.")
@@ -392,12 +396,12 @@ def teach(
         json: Write the result here.
     """
     from sortrl.evaluate import evaluate as play
-    from sortrl.files import write_json
+    from sortrl.files import locked, write_json
     from sortrl.progress import stage
     from sortrl.teachers import teacher_preset, train_teacher
 
     directory = out or Path("runs") / "teachers" / f"{env.replace('/', '-')}-{algorithm}"
-    with stage(f"Training {algorithm.upper()} on {env}") as progress:
+    with locked(directory), stage(f"Training {algorithm.upper()} on {env}") as progress:
         teacher = train_teacher(env, teacher_preset(env, algorithm), directory, seed, progress)
     result = play(teacher, env, episodes=100, seed=seed + 1)
     print(f"{result.mean:.1f} ± {result.sem:.1f} over 100 greedy episodes\nteacher: {directory}")
@@ -406,35 +410,44 @@ def teach(
 
 
 def reproduce(
-    what: Annotated[Literal["fig1", "certificates"], tyro.conf.Positional],
+    what: Annotated[Literal["fig1", "certificates", "reliability"], tyro.conf.Positional],
     task: str | None = None,
     scale: Literal["smoke", "cpu", "paper"] = "cpu",
     out: Path = Path("results"),
-    work: Path = Path("runs/fig1"),
+    work: Path | None = None,
     teachers: Path | None = None,
     jobs: int | None = None,
+    seconds: float | None = None,
 ) -> None:
     """Make the paper's figures again, and what goes beyond them; continues where it was stopped.
 
     Args:
         what: fig1: return against eps on the four classic tasks, in two protocols, under PGD-10 and the worst of all attacks;
-            certificates: how tight the certificates of its students are.
-        task: Only this task.
+            certificates: how tight the certificates of its students are; reliability: damaged files, kills at random
+            moments, many threads and processes.
+        task: Only this task; of reliability, only this part: fuzz, crashes or soak.
         scale: smoke (minutes, to see that it works), cpu (hours on two cores), paper (the printed recipe at full length too).
         out: Where the JSON and the PNG go.
-        work: Where finished parts are kept.
+        work: Where finished parts are kept [runs/fig1, or runs/reliability].
         teachers: Folder of the published RL Baselines3 Zoo agents [$SORTRL_TEACHERS]; without it experts are trained.
         jobs: Processes side by side [one per core].
+        seconds: How long the soak of reliability lasts [as the scale says].
     """
     from sortrl import reproduce as module
 
     def progress(line: str) -> None:
         print(line, file=sys.stderr, flush=True)
 
+    folder = work or Path("runs") / ("reliability" if what == "reliability" else "fig1")
+    if what == "reliability":
+        found = module.reliability(main, scale, task, out, folder, seconds, progress)
+        print("\n".join(module.reliability_summary(found)))
+        print(f"results: {out / what}.json")
+        return
     if what == "certificates":
-        module.certificates(scale, task, out, work, progress)
+        module.certificates(scale, task, out, folder, progress)
     else:
-        print("\n".join(module.figure1.summary(module.fig1(scale, task, out, work, teachers, jobs, progress))))
+        print("\n".join(module.figure1.summary(module.fig1(scale, task, out, folder, teachers, jobs, progress))))
     print(f"figure: {out / what}.png")
 
 
@@ -516,8 +529,12 @@ def main(arguments: list[str] | None = None) -> None:
     except KeyboardInterrupt:
         print("sortrl: stopped. Start the same command again to continue.", file=sys.stderr)
         sys.exit(130)
+    except MemoryError:
+        print("sortrl: out of memory. Lower states, batch, width or depth, or free some memory.", file=sys.stderr)
+        sys.exit(1)
 
 
+MOST_THREADS = 1024
 HELP = "Turn a trained RL agent into one whose every decision carries a robustness certificate."
 
 
@@ -526,11 +543,19 @@ def _draw_off_screen() -> None:
     os.environ.setdefault("SDL_VIDEODRIVER", "dummy")
 
 
+def _check_eps(policy: Any, env_id: str, eps: tuple[float, ...]) -> None:
+    from sortrl.attacks.valid import check_eps
+    from sortrl.envs import describe
+
+    for size in eps:
+        check_eps(policy, describe(env_id), size)
+
+
 def _use_threads(threads: int | None) -> None:
     import torch
 
-    if threads is not None and threads < 1:
-        raise SortRLError(f"--threads is {threads}, expected at least 1.")
+    if threads is not None and not 1 <= threads <= MOST_THREADS:
+        raise SortRLError(f"--threads is {threads}, expected 1..{MOST_THREADS}.")
     torch.set_num_threads(threads or os.cpu_count() or 1)
 
 

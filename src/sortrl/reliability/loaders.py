@@ -1,0 +1,199 @@
+"""Every reader of files in the package, each with an intact file to damage and a way to read and use it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from sortrl import report
+from sortrl.attacks.learned import LearnedAdversary
+from sortrl.attacks.rl import Aimed
+from sortrl.certify import load_certificates, save_certificates
+from sortrl.checkpoint import Checkpoint, damage_named
+from sortrl.collect import load_demonstrations
+from sortrl.distill import DistillConfig, _initial_policy, _optimizer
+from sortrl.files import read_json
+from sortrl.nets import HybridPolicy, SortPolicy, load
+from sortrl.normalizer import Normalizer
+from sortrl.pipeline import open_run, trained_eps
+from sortrl.records import stored_rows
+from sortrl.reliability import mutations
+from sortrl.reliability.tiny import ENV, TEACHER, tiny_run
+from sortrl.report.page import FILM, _film_in
+from sortrl.suite import _File
+from sortrl.teachers import Teacher, load_normalizer, load_teacher
+from sortrl.teachers.architecture import Architecture
+from sortrl.teachers.normalization import save_normalizer
+from sortrl.teachers.train import _is_finished, _read_state, make_model, restore
+from sortrl.verify import verify
+
+
+@dataclass(frozen=True)
+class Loader:
+    """``read`` gets the damaged file; ``command`` is what a person would type to read it, if there is such a command."""
+
+    name: str
+    file: Path
+    mutations: Mapping[str, mutations.Mutation]
+    read: Callable[[Path], object]
+    command: tuple[str, ...] = ()
+
+    @cached_property
+    def intact(self) -> bytes:
+        """The file before any damage: ask for it first."""
+        return self.file.read_bytes()
+
+
+def loaders(work: Path) -> list[Loader]:
+    """Make one intact file of every kind below ``work``, by a real run, and say how each is read."""
+    run = work / "run"
+    tiny_run(run)
+    _other_files(work, run)
+    tensors, text = mutations.TENSORS, mutations.JSON
+    return [
+        Loader("policy", _copy(run / "policy.safetensors", work), tensors, _read_policy),
+        Loader("image policy", work / "image" / "policy.safetensors", tensors, _read_policy),
+        Loader("hybrid policy", work / "hybrid" / "policy.safetensors", tensors, _read_policy),
+        Loader("demonstrations", _copy(run / "data.safetensors", work), tensors, load_demonstrations),
+        Loader("teacher", _copy(run / "teacher" / "teacher.safetensors", work), tensors, _read_teacher),
+        Loader("adversary", work / "adversary.safetensors", tensors, lambda f: LearnedAdversary.load(f.parent)),
+        Loader("certificates", work / "certificates.safetensors", tensors, load_certificates),
+        Loader("verified certificates", work / "verify" / "c.safetensors", tensors, verify, ("verify", "{file}")),
+        Loader(
+            "verified policy",
+            work / "verify" / "policy.safetensors",
+            tensors,
+            lambda f: verify(f.parent / "intact", f),
+            ("verify", "{folder}/intact", "--policy", "{file}"),
+        ),
+        Loader("distillation checkpoint", *_checkpoint(run, work)),
+        Loader("teacher's training state", *_training_state(work)),
+        Loader("teacher's training log", *_training_log(run, work)),
+        Loader("normaliser (JSON)", work / "n.json", text, load_normalizer),
+        Loader("normaliser (safetensors)", work / "n.safetensors", tensors, load_normalizer),
+        Loader("VecNormalize pickle", work / "stats.pkl", mutations.PICKLE, lambda f: load_normalizer(f, True)),
+        Loader(
+            "Stable-Baselines3 agent",
+            work / "agent.zip",
+            mutations.ZIP,
+            lambda f: load_teacher(f, ENV),
+            ("robustify", ENV, "--teacher", "{file}", "--out", "{folder}/new"),
+        ),
+        Loader(
+            "results.json", _copy(run / "results.json", work / "report"), text, _read_results, ("report", "{folder}")
+        ),
+        Loader("run.json", _copy(run, work / "opened") / "run.json", text, _read_run, ("evaluate", "{folder}")),
+        Loader("evaluation.json", _copy(run / "evaluation.json", work), text, lambda f: stored_rows(read_json(f), f)),
+        Loader("suite.json", *_suite(run, work)),
+        Loader("film", work / "film" / FILM, mutations.BLIND, lambda f: _film_in(f.parent)),
+    ]
+
+
+def _copy(source: Path, folder: Path) -> Path:
+    if source.is_dir():
+        return Path(shutil.copytree(source, folder))
+    target = folder / source.stem / source.name if source.suffix == ".safetensors" else folder / source.name
+    target.parent.mkdir(parents=True, exist_ok=True)
+    return Path(shutil.copy(source, target))
+
+
+def _other_files(work: Path, run: Path) -> None:
+    """What a run does not write by itself."""
+    from stable_baselines3 import PPO
+    from stable_baselines3.common.vec_env import DummyVecEnv, VecNormalize
+
+    from sortrl.envs.info import make_env
+
+    shape = (2, 9, 8)
+    pixels = Normalizer.from_pixels(shape)
+    SortPolicy(shape, 3, 6, 2, crop=(1, 0, 2, 0), pool=2, scale=0.5, normalizer=pixels).save(work / "image")
+    hybrid = HybridPolicy(shape, 3, width=6, depth=2, hidden=(5,), conv=((4, 3, 2),), scale=0.5, normalizer=pixels)
+    hybrid.save(work / "hybrid")
+    policy = SortPolicy.load(run)
+    states = policy.normalize(np.random.default_rng(0).normal(size=(5, 4)))
+    certificate = policy.certify_unit(states)
+    policy.save(work / "verify")
+    policy.save(work / "verify" / "unchanged")
+    for path in (work / "certificates.safetensors", work / "verify" / "c.safetensors", work / "verify" / "intact"):
+        save_certificates(path, policy, states, certificate, work / "verify" / "unchanged")
+    save_normalizer(work / "n.json", policy.normalizer)
+    save_normalizer(work / "n.safetensors", policy.normalizer)
+    architecture = Architecture(obs_shape=(6,), n_actions=2, hidden=(4,), activation="Tanh")
+    scale = Normalizer(np.zeros(6), np.ones(6), 10.0)
+    LearnedAdversary(architecture.build(), scale, architecture, ENV, 0.1, True, Aimed()).save(work)
+    env = VecNormalize(DummyVecEnv([lambda: make_env(ENV)]))
+    env.save(str(work / "stats.pkl"))
+    small = {"net_arch": [4]}
+    PPO("MlpPolicy", env, n_steps=8, batch_size=8, device="cpu", policy_kwargs=small).save(work / "agent.zip")
+    env.close()
+    (work / "film").mkdir()
+    (work / "film" / FILM).write_bytes(b"GIF89a" + bytes(100))
+
+
+def _read_policy(file: Path) -> object:
+    policy = load(file)
+    return policy.certify(np.zeros((2, *policy.obs_shape)))
+
+
+def _read_teacher(file: Path) -> object:
+    teacher = Teacher.load(file)
+    return teacher.predict(np.zeros((2, *teacher.obs_shape)))
+
+
+def _read_results(file: Path) -> object:
+    results = read_json(file)
+    return report.markdown(results), report.summary_lines(results)
+
+
+def _read_run(file: Path) -> object:
+    return open_run(file.parent), trained_eps(file.parent)
+
+
+def _checkpoint(run: Path, work: Path) -> tuple[Path, Mapping[str, mutations.Mutation], Callable[[Path], object]]:
+    file = _copy(run / "student" / "checkpoint.safetensors", work)
+    identity = mutations.parse(file.read_bytes())[0]["identity"]
+    data, teacher = load_demonstrations(run / "data.safetensors"), Teacher.load(run / "teacher")
+    config = DistillConfig(**identity["config"])
+    policy = _initial_policy(data, teacher.normalizer, config, torch.Generator())
+
+    def read(damaged: Path) -> object:
+        checkpoint = Checkpoint(damaged.parent, identity)
+        return checkpoint.restore(policy, _optimizer(policy, config), torch.Generator())
+
+    return file, mutations.TENSORS, read
+
+
+def _training_state(work: Path) -> tuple[Path, Mapping[str, mutations.Mutation], Callable[[Path], object]]:
+    from sortrl.teachers import train
+
+    model = make_model(ENV, TEACHER)
+    identity = {"env_id": ENV, "seed": 0, "config": {}}
+    record = {"identity": identity, "segment": 1, "history": [], "best": 1.0, "done": False}
+    train._write_state(work / "state", record, model)
+
+    def read(damaged: Path) -> object:
+        tensors, found = _read_state(damaged, identity)
+        with damage_named(damaged):
+            restore(model, tensors, found["counts"])
+        return found
+
+    return work / "state" / train.STATE_FILE, mutations.TENSORS, read
+
+
+def _training_log(run: Path, work: Path) -> tuple[Path, Mapping[str, mutations.Mutation], Callable[[Path], object]]:
+    file = _copy(run / "teacher" / "training.json", work / "log")
+    identity = json.loads(file.read_text())["identity"]
+    return file, mutations.JSON, lambda damaged: _is_finished(damaged, identity)
+
+
+def _suite(run: Path, work: Path) -> tuple[Path, Mapping[str, mutations.Mutation], Callable[[Path], object]]:
+    file = _copy(run / "suite.json", work)
+    identity = json.loads(file.read_text())["identity"]
+    return file, mutations.JSON, lambda damaged: _File(damaged, identity).rows
