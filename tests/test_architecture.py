@@ -9,6 +9,7 @@ import sortrl
 
 ORDER = [
     "errors",
+    "memory",
     "files",
     "verify",
     "normalizer",
@@ -19,9 +20,9 @@ ORDER = [
     "envs",
     "monitor",
     "certified_return",
+    "checkpoint",
     "teachers",
     "collect",
-    "checkpoint",
     "distill",
     "certify",
     "attacks",
@@ -39,6 +40,7 @@ ORDER = [
     "certification",
     "config",
     "pipeline",
+    "reliability",
     "reproduce",
     "bench",
     "cli",

@@ -71,9 +71,9 @@ def test_other_settings_in_the_same_directory_are_refused(run):
 
 
 def test_a_second_run_in_the_same_directory_is_refused(run):
-    from sortrl.pipeline import _locked
+    from sortrl.files import locked
 
-    with _locked(run), pytest.raises(SortRLError, match="Another run"):
+    with locked(run), pytest.raises(SortRLError, match="Another run"):
         sortrl.robustify(balancer(), "CartPole-v1", 0.05, out=run, **SMALL)
 
 

@@ -94,8 +94,8 @@ def test_training_leaves_the_callers_generators_alone(tmp_path):
     teacher = train_teacher("CartPole-v1", raw, tmp_path / "raw", seed=1)
     assert torch.equal(torch.rand(3), expected)
     assert torch.equal(teacher.normalizer.scale, torch.ones(4, dtype=torch.float64))
-    (tmp_path / "training.pt").write_bytes(b"damaged")
-    with pytest.raises(SortRLError, match="Delete it"):
+    (tmp_path / "training.safetensors").write_bytes(b"damaged")
+    with pytest.raises(SortRLError, match="may be damaged"):
         train_teacher("CartPole-v1", TINY["ppo"], tmp_path)
 
 

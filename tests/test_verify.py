@@ -87,7 +87,7 @@ TAMPERED = {
     "one action": ("certificates.safetensors", "action", lambda t: (t + 1) % 3, "the scores say"),
     "one state": ("certificates.safetensors", "states", at(2, 9.0), "state 2"),
     "a state without number": ("certificates.safetensors", "states", at(2, float("inf")), "NaN or infinity"),
-    "a state dropped": ("certificates.safetensors", "states", lambda t: t[1:].clone(), "not one each"),
+    "a state dropped": ("certificates.safetensors", "states", lambda t: t[1:].clone(), "states: shape (59, "),
     "a mix": ("certificates.safetensors", "mix.1", lambda t: t * 0.9, "mix of layer 1"),
     "a mix that sums to more than 1": ("certificates.safetensors", "mix.0", lambda t: t * (1 + 2e-7), "mix of layer 0"),
     "one weight, slightly": ("run/policy.safetensors", "layers.1.weight", at(0, 0.25), "weights"),
