@@ -157,7 +157,9 @@ class Run:
         folder = self.directory / "teacher"
         if source is None:
             with self._stage("teacher", "Training the teacher") as progress:
-                return train_teacher(self.env_id, self.config.teacher_config, folder, self.seed, progress)
+                trained = train_teacher(self.env_id, self.config.teacher_config, folder, self.seed, progress)
+            check_eps(trained, describe(self.env_id), self.config.eps)  # its units are known only now
+            return trained
         teacher = load_teacher(source, self.env_id, vecnormalize=vecnormalize, allow_pickle=allow_pickle)
         check_eps(teacher, describe(self.env_id), self.config.eps)
         if teacher.architecture is not None:

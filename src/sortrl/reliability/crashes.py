@@ -36,6 +36,7 @@ def crashes(kills: int, seed: int, work: Path | None = None) -> Iterator[dict[st
     ``work``, and the same call goes on after them.
     """
     runs: list[dict[str, Any]] = []
+    revision = provenance.versions().get("revision", "unknown")  # asked now: what is committed later is not what runs
     with tempfile.TemporaryDirectory(prefix="sortrl-kill-") as scratch:
         undisturbed = Path(scratch) / "undisturbed"
         if _start(undisturbed, None) != 0:
@@ -48,7 +49,7 @@ def crashes(kills: int, seed: int, work: Path | None = None) -> Iterator[dict[st
                 runs.append(read_object(kept))
             else:
                 rng = Random(f"{seed}/{len(runs)}")
-                runs.append(_one_run(Path(scratch) / "disturbed", rng, kills - found["kills"], expected))
+                runs.append(_one_run(Path(scratch) / "disturbed", rng, kills - found["kills"], expected, revision))
                 if kept is not None:
                     write_json(kept, runs[-1])
             found = _joined(runs, kills, seed)
@@ -69,7 +70,7 @@ def _joined(runs: list[dict[str, Any]], kills: int, seed: int) -> dict[str, Any]
     }
 
 
-def _one_run(out: Path, rng: Random, most: int, expected: Any) -> dict[str, Any]:
+def _one_run(out: Path, rng: Random, most: int, expected: Any, revision: str) -> dict[str, Any]:
     """Start a run again and again, killing it (``most`` times at most), until it gets through."""
     counts: Counter[str] = Counter()
     problems: list[str] = []
@@ -85,7 +86,6 @@ def _one_run(out: Path, rng: Random, most: int, expected: Any) -> dict[str, Any]
     problems += [f"left behind: {path.name}" for path in out.rglob("*.tmp")]
     same = fingerprint(out) == expected
     shutil.rmtree(out)
-    revision = provenance.versions().get("revision", "unknown")
     return {"by_stage": dict(counts), "same_bits": same, "problems": problems, "revision": revision}
 
 

@@ -59,6 +59,7 @@ def fuzz(cases: int, seed: int, main: Main, work: Path | None = None) -> Iterato
     block of cases. Finished blocks are kept in ``work``, and the same call goes on after them.
     """
     blocks = []
+    revision = provenance.versions().get("revision", "unknown")  # asked now: what is committed later is not what runs
     with tempfile.TemporaryDirectory(prefix="sortrl-fuzz-", dir=MEMORY) as scratch, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # damaged numbers make numpy and torch warn; the outcome is what counts
         targets: list[Loader] = []
@@ -69,7 +70,7 @@ def fuzz(cases: int, seed: int, main: Main, work: Path | None = None) -> Iterato
                 blocks.append(read_object(kept))
                 continue
             targets = targets or _intact(Path(scratch))
-            blocks.append(_block(range(begin, end), seed, targets, main))
+            blocks.append(_block(range(begin, end), seed, targets, main, revision))
             if kept is not None:
                 write_json(kept, blocks[-1])
             yield {"cases": end, "wanted": cases, "seed": seed, **_joined(blocks)}
@@ -85,7 +86,7 @@ def _intact(work: Path) -> list[Loader]:
     return targets
 
 
-def _block(cases: range, seed: int, targets: list[Loader], main: Main) -> dict[str, Any]:
+def _block(cases: range, seed: int, targets: list[Loader], main: Main, revision: str) -> dict[str, Any]:
     intact = [target.intact for target in targets]
     tallies = {target.name: Tally() for target in targets}
     began, before = time.process_time(), _peak_mb()
@@ -94,7 +95,7 @@ def _block(cases: range, seed: int, targets: list[Loader], main: Main) -> dict[s
         _one(targets[which], intact[which], Random(f"{seed}/{case}"), tallies[targets[which].name], case, main)
     return {
         "cases": len(cases),
-        "revision": provenance.versions().get("revision", "unknown"),
+        "revision": revision,
         "code_executed": Path(Trap.path).exists(),
         "cpu_seconds": round(time.process_time() - began, 1),
         "peak_memory_mb": [round(before, 1), round(_peak_mb(), 1)],
