@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,14 @@ FILE_NAME = "checkpoint.safetensors"
 class Checkpoint:
     """The checkpoint of one training run in a directory (or nowhere, for ``None``).
 
-    ``identity`` is what must match for a resume to make sense: configuration, seed, data.
+    ``identity`` is what must match for a resume to make sense: configuration, seed, data. ``extra`` are tensors of the
+    training's own: after :meth:`restore`, those that were saved last.
     """
 
     def __init__(self, directory: str | Path | None, identity: dict[str, Any]) -> None:
         self.path = None if directory is None else Path(directory) / FILE_NAME
         self.identity = json.loads(json.dumps(identity))  # as it will be read back: tuples become lists
+        self.extra: dict[str, Tensor] = {}
 
     def save(
         self,
@@ -32,12 +35,14 @@ class Checkpoint:
         generator: torch.Generator,
         step: int,
         history: list[dict[str, Any]],
+        extra: Mapping[str, Tensor] | None = None,
     ) -> None:
         if self.path is None:
             return
         tensors = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
         for index, state in optimizer.state_dict()["state"].items():
             tensors |= {f"optimizer.{index}.{name}": torch.as_tensor(value) for name, value in state.items()}
+        tensors |= {f"extra.{name}": tensor for name, tensor in (extra or {}).items()}
         tensors["generator"] = generator.get_state()
         write_tensors(self.path, tensors, {"identity": self.identity, "step": step, "history": history})
 
@@ -62,4 +67,5 @@ class Checkpoint:
         model.load_state_dict({name[6:]: tensor for name, tensor in tensors.items() if name.startswith("model.")})
         optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
         generator.set_state(tensors["generator"])
+        self.extra = {name[6:]: tensor for name, tensor in tensors.items() if name.startswith("extra.")}
         return int(metadata["step"]), list(metadata["history"])

@@ -378,7 +378,7 @@ def report(run: Annotated[Path, tyro.conf.Positional]) -> None:
 def teach(
     env: Annotated[str, tyro.conf.Positional],
     out: Path | None = None,
-    algorithm: Literal["ppo", "dqn"] = "ppo",
+    algorithm: Literal["ppo", "dqn", "pqn"] | None = None,
     seed: int = 0,
     json: Path | None = None,
 ) -> None:
@@ -387,7 +387,7 @@ def teach(
     Args:
         env: Gymnasium environment with discrete actions.
         out: Directory for the teacher [runs/teachers/<env>-<algorithm>].
-        algorithm: ppo or dqn.
+        algorithm: ppo, dqn or (for images) pqn [the one the task has settings for, else ppo].
         seed: Fixes the training.
         json: Write the result here.
     """
@@ -396,11 +396,12 @@ def teach(
     from sortrl.progress import stage
     from sortrl.teachers import teacher_preset, train_teacher
 
-    directory = out or Path("runs") / "teachers" / f"{env.replace('/', '-')}-{algorithm}"
-    with stage(f"Training {algorithm.upper()} on {env}") as progress:
-        teacher = train_teacher(env, teacher_preset(env, algorithm), directory, seed, progress)
-    result = play(teacher, env, episodes=100, seed=seed + 1)
-    print(f"{result.mean:.1f} ± {result.sem:.1f} over 100 greedy episodes\nteacher: {directory}")
+    config = teacher_preset(env, algorithm)
+    directory = out or Path("runs") / "teachers" / f"{env.replace('/', '-')}-{config.algorithm}"
+    with stage(f"Training {config.algorithm.upper()} on {env}") as progress:
+        teacher = train_teacher(env, config, directory, seed, progress)
+    result = play(teacher, env, episodes=config.confirm_episodes, seed=seed + 1)
+    print(f"{result.mean:.1f} ± {result.sem:.1f} over {result.episodes} greedy episodes\nteacher: {directory}")
     if json is not None:
         write_json(json, result.to_json())
 

@@ -1,4 +1,4 @@
-"""Train a teacher with Stable-Baselines3, resumably.
+"""Train a teacher, resumably: PPO and DQN with Stable-Baselines3, parallel Q-learning with our own loop (``pq``).
 
 Training runs in segments. Each starts from saved state (weights, optimiser, statistics, replay) with freshly seeded
 generators and environments, so a training that is killed and started again continues to exactly the same result.
@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import random
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -17,19 +16,19 @@ from typing import Any
 import numpy as np
 import torch
 
-from sortrl.envs import describe, greedy_returns
+from sortrl.envs import describe
 from sortrl.envs.info import make_env
 from sortrl.errors import SortRLError
 from sortrl.files import atomic_path, write_json
-from sortrl.teachers.config import TeacherConfig, teacher_preset
+from sortrl.teachers.config import PQNConfig, TeacherConfig, teacher_preset
+from sortrl.teachers.grading import Progress, generators_restored, grade, one_thread
 from sortrl.teachers.load import load_teacher
+from sortrl.teachers.pq import train_pqn
 from sortrl.teachers.teacher import Teacher
 
 STATE_FILE = "training.pt"
 LOG_FILE = "training.json"
 _REPLAY = ("observations", "next_observations", "actions", "rewards", "dones", "timeouts")
-
-Progress = Callable[[dict[str, Any]], None]
 
 
 def train_teacher(
@@ -47,6 +46,8 @@ def train_teacher(
     """
     info = describe(env_id)
     config = config or teacher_preset(info.env_id)
+    if isinstance(config, PQNConfig):
+        return train_pqn(info, config, out_dir, seed, progress)
     identity = {"env_id": info.env_id, "seed": int(seed), "config": asdict(config)}
     record: dict[str, Any] = {"identity": identity, "segment": 0, "history": [], "best": None, "done": False}
     out = Path(out_dir) if out_dir is not None else None
@@ -56,7 +57,7 @@ def train_teacher(
         if record["done"]:
             return Teacher.load(out or "")
     best = Teacher.load(out) if out is not None and record["best"] is not None else None
-    with _one_thread(), _generators_restored():
+    with one_thread(), generators_restored():
         set_seed(_mixed(seed, 0))
         model = make_model(info.env_id, config)
         try:
@@ -67,7 +68,7 @@ def train_teacher(
                 record["segment"] += 1
                 teacher = load_teacher(model, info.env_id)
                 teacher.name = f"{config.algorithm}-{info.env_id}"
-                score, confirmed = _evaluate(teacher, info.env_id, config, seed, record["segment"])
+                score, confirmed = grade(teacher, info.env_id, config, seed, record["segment"])
                 record["history"].append({"step": model.num_timesteps, "return": score})
                 record["done"] = confirmed or model.num_timesteps >= config.total_steps
                 # A confirmed agent wins over a lucky one: its return was measured on more episodes.
@@ -97,19 +98,6 @@ def _run_segment(model: Any, config: TeacherConfig, seed: int, segment: int) -> 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # remarks on batch sizes and devices that presets answer for
         model.learn(steps, reset_num_timesteps=False, log_interval=None if config.algorithm == "ppo" else 10**9)
-
-
-def _evaluate(teacher: Teacher, env_id: str, config: TeacherConfig, seed: int, segment: int) -> tuple[float, bool]:
-    """Mean greedy return, and whether it reached the target on ``confirm_episodes`` fresh episodes too."""
-    seeds = (
-        np.random.SeedSequence([seed, 3, segment]).generate_state(config.eval_episodes + config.confirm_episodes) >> 1
-    )
-    first, fresh = np.split(seeds, [config.eval_episodes])
-    score = float(greedy_returns(teacher, env_id, first.tolist()).mean())
-    if config.target_return is None or score < config.target_return:
-        return score, False
-    confirmation = float(greedy_returns(teacher, env_id, fresh.tolist()).mean())
-    return confirmation, confirmation >= config.target_return
 
 
 def make_model(env_id: str, config: TeacherConfig) -> Any:
@@ -233,26 +221,3 @@ def set_seed(seed: int) -> None:
     random.seed(seed)
     np.random.seed(seed)  # noqa: NPY002 (Stable-Baselines3 draws from the global generator)
     torch.manual_seed(seed)
-
-
-@contextmanager
-def _generators_restored() -> Iterator[None]:
-    """Leave the caller's global generators as they were."""
-    python, numpy, torch_state = random.getstate(), np.random.get_state(), torch.get_rng_state()  # noqa: NPY002
-    try:
-        yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(numpy)  # noqa: NPY002
-        torch.set_rng_state(torch_state)
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """Networks this small train fastest on one thread, and then the result does not depend on the number of cores."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
