@@ -75,12 +75,20 @@ def test_staggered_games_are_at_different_points():
     assert staggered.state()["lengths"].tolist() == [0, 20, 40]
 
 
+@pytest.mark.slow
 def test_processes_play_the_same_games():
     alone, together = Fleet("CartPole-v1", 3, seed=5, stagger=6), ParallelFleet("CartPole-v1", 3, seed=5, stagger=6)
     try:
         assert len(together) == 3
         assert np.array_equal(alone.obs, together.obs)
         assert equal(drive(alone, 50), drive(together, 50))
+        stored = together.state()
+        assert all(np.array_equal(array, stored[name]) for name, array in alone.state().items())
     finally:
         together.close()
         together.close()
+    again = ParallelFleet("CartPole-v1", 3, seed=5, state=stored)
+    try:
+        assert equal(drive(alone, 50, seed=9), drive(again, 50, seed=9))
+    finally:
+        again.close()

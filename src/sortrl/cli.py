@@ -379,6 +379,7 @@ def teach(
     env: Annotated[str, tyro.conf.Positional],
     out: Path | None = None,
     algorithm: Literal["ppo", "dqn", "pqn"] | None = None,
+    processes: int = 1,
     seed: int = 0,
     json: Path | None = None,
 ) -> None:
@@ -388,6 +389,7 @@ def teach(
         env: Gymnasium environment with discrete actions.
         out: Directory for the teacher [runs/teachers/<env>-<algorithm>].
         algorithm: ppo, dqn or (for images) pqn [the one the task has settings for, else ppo].
+        processes: Among which the games of a PQN training are shared out; the result is the same.
         seed: Fixes the training.
         json: Write the result here.
     """
@@ -399,7 +401,7 @@ def teach(
     config = teacher_preset(env, algorithm)
     directory = out or Path("runs") / "teachers" / f"{env.replace('/', '-')}-{config.algorithm}"
     with stage(f"Training {config.algorithm.upper()} on {env}") as progress:
-        teacher = train_teacher(env, config, directory, seed, progress)
+        teacher = train_teacher(env, config, directory, seed, progress, processes)
     result = play(teacher, env, episodes=config.confirm_episodes, seed=seed + 1)
     print(f"{result.mean:.1f} ± {result.sem:.1f} over {result.episodes} greedy episodes\nteacher: {directory}")
     if json is not None:

@@ -122,7 +122,7 @@ class Fleet:
 
 
 class ParallelFleet:
-    """A fleet in several processes, with the same games and the same results. Emulators hold Python's lock: threads would wait.
+    """A fleet in several processes: the same games, the same results. Emulators hold Python's lock, so threads would not do.
 
     Whole frames go through pipes: for 64 games that costs a hundredth of the time the games take.
     """
@@ -134,15 +134,19 @@ class ParallelFleet:
         seed: int,
         stagger: int = 0,
         options: Mapping[str, Any] | None = None,
+        state: State | None = None,
         processes: int = 2,
     ) -> None:
+        self.info = describe(env_id)
+        self._parts = np.array_split(np.arange(n), min(n, processes))
+        self._pipes: list[Connection] = []
+        self._workers = []
         context = get_context("spawn")  # a forked child would inherit locks of torch's threads
-        self.info, self._pipes, self._workers = describe(env_id), [], []
-        self._parts = np.array_split(np.arange(n), processes)
         for games in self._parts:
             ours, theirs = context.Pipe()
-            arguments = (theirs, env_id, n, seed, stagger, dict(options or {}), games.tolist())
-            worker = context.Process(target=_serve, args=arguments, daemon=True)
+            begun = None if state is None else _share(state, games)
+            arguments = (env_id, n, seed, stagger, dict(options or {}), games.tolist(), begun)
+            worker = context.Process(target=_serve, args=(theirs, *arguments), daemon=True)
             worker.start()
             self._pipes.append(ours)
             self._workers.append(worker)
@@ -152,6 +156,7 @@ class ParallelFleet:
         return len(self.obs)
 
     def step(self, actions: Sequence[int] | npt.NDArray[Any]) -> Steps:
+        """As :meth:`Fleet.step`."""
         chosen = np.asarray(actions)
         for pipe, games in zip(self._pipes, self._parts, strict=True):
             pipe.send(chosen[games])
@@ -160,6 +165,13 @@ class ParallelFleet:
         rewards, terminated, truncated = (np.concatenate([part[i] for _, part in answers]) for i in range(3))
         return Steps(rewards, terminated, truncated, [total for _, part in answers for total in part[3]])
 
+    def state(self) -> State:
+        """As :meth:`Fleet.state`; either kind of fleet goes on from it."""
+        for pipe in self._pipes:
+            pipe.send("state")
+        parts: list[State] = [pipe.recv() for pipe in self._pipes]
+        return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+
     def close(self) -> None:
         """End the processes. Safe to call twice."""
         while self._pipes:
@@ -167,12 +179,21 @@ class ParallelFleet:
             self._workers.pop().join()
 
 
+def _share(state: State, games: npt.NDArray[np.int64]) -> State:
+    """The part of the state that belongs to these consecutive games."""
+    ends = np.append(0, np.cumsum(state["lengths"]))
+    actions = state["actions"][ends[games[0]] : ends[games[-1] + 1]]
+    return {"episodes": state["episodes"][games], "lengths": state["lengths"][games], "actions": actions}
+
+
 def _serve(pipe: Connection, *arguments: Any) -> None:
     """The life of a worker: actions in, observations and steps out; None ends it."""
-    env_id, n, seed, stagger, options, games = arguments
-    fleet = Fleet(env_id, n, seed, stagger, options, games)
+    fleet = Fleet(*arguments)
     pipe.send(fleet.obs)
-    while (actions := pipe.recv()) is not None:
-        steps = fleet.step(actions)
-        pipe.send((fleet.obs, tuple(steps)))
+    while (message := pipe.recv()) is not None:
+        if isinstance(message, str):
+            pipe.send(fleet.state())
+        else:
+            steps = fleet.step(message)
+            pipe.send((fleet.obs, tuple(steps)))
     fleet.close()

@@ -216,16 +216,18 @@ PQN_TEACHERS: dict[str, PQNConfig] = {
     "sortrl/BankHeist84-v0": PQNConfig(
         target_return=1_200.0, clip_reward=True, episodic_life=True, stagger=1_000, longest_run=10
     ),
+    # Small enough for a test: few games and small batches learn most from each step.
     "sortrl/Breakout10-v0": PQNConfig(
         total_steps=500_000,
         target_return=20.0,
-        eval_every=50_000,
+        eval_every=49_152,
         eval_episodes=20,
-        n_envs=32,
-        n_steps=32,
+        n_envs=16,
+        n_steps=16,
+        batch_size=64,
         channels=(16,),
         hidden=(128,),
-        learning_rate=5e-4,
+        learning_rate=1e-3,
         exploration_final_eps=0.02,
     ),
 }

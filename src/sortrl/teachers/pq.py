@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from sortrl.checkpoint import Checkpoint
-from sortrl.envs import EnvInfo, Fleet
+from sortrl.envs import EnvInfo, Fleet, ParallelFleet
 from sortrl.errors import SortRLError
 from sortrl.files import write_json
 from sortrl.normalizer import Normalizer
@@ -34,11 +34,17 @@ SAVE_EVERY_S = 120.0
 
 
 def train_pqn(
-    info: EnvInfo, config: PQNConfig, out_dir: str | Path | None, seed: int, progress: Progress | None
+    info: EnvInfo,
+    config: PQNConfig,
+    out_dir: str | Path | None,
+    seed: int,
+    progress: Progress | None,
+    processes: int = 1,
 ) -> Teacher:
     """Train as :func:`sortrl.teachers.train_teacher` promises; ``progress`` is called after every update.
 
-    A training that was killed plays its games up to where they stood and continues to the same result, bit for bit.
+    A training that was killed plays its games up to where they stood and continues to the same result, bit for bit. So does
+    one that goes on with another number of ``processes``, among which the games are shared out.
     """
     if not info.is_image:
         raise SortRLError(
@@ -60,7 +66,7 @@ def train_pqn(
         best = Teacher.load(out) if out is not None and history else None
         if best is not None and history[-1]["done"]:
             return best
-        run = _Run(info, config, seed, checkpoint.extra)
+        run = _Run(info, config, seed, checkpoint.extra, processes)
         started, start_step, saved = time.monotonic(), step, time.monotonic()
         while not (history and history[-1]["done"]):
             rollout = run.play(body, generator, step)
@@ -110,11 +116,18 @@ class Rollout(NamedTuple):
 class _Run:
     """The games under way, how they explore, and what is known of their returns."""
 
-    def __init__(self, info: EnvInfo, config: PQNConfig, seed: int, stored: dict[str, Tensor]) -> None:
+    def __init__(
+        self, info: EnvInfo, config: PQNConfig, seed: int, stored: dict[str, Tensor], processes: int = 1
+    ) -> None:
         self.config = config
         state = {name[6:]: tensor.numpy() for name, tensor in stored.items() if name.startswith("fleet.")}
         options = {"episodic_life": True} if config.episodic_life else {}
-        self.fleet = Fleet(info.env_id, config.n_envs, seed, config.stagger, options, state=state or None)
+        games = (info.env_id, config.n_envs, seed, config.stagger, options)
+        self.fleet: Fleet | ParallelFleet = (
+            Fleet(*games, state=state or None)
+            if processes == 1
+            else ParallelFleet(*games, state=state or None, processes=processes)
+        )
         self.left = stored.get("left", torch.zeros(config.n_envs, dtype=torch.int64))
         self.action = stored.get("action", torch.zeros(config.n_envs, dtype=torch.int64))
         self.recent: deque[float] = deque(stored.get("recent", torch.zeros(0)).tolist(), maxlen=RECENT)

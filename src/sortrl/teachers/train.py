@@ -37,17 +37,19 @@ def train_teacher(
     out_dir: str | Path | None = None,
     seed: int = 0,
     progress: Progress | None = None,
+    processes: int = 1,
 ) -> Teacher:
     """Train until the target return is reached and confirmed, or the steps are used up; return the best agent seen.
 
     With ``out_dir`` the best teacher so far and the state of the training are kept there, and the same call continues
     from them (a finished training is just loaded). The result depends on the configuration and the seed alone.
-    ``progress`` is called after each evaluation with ``step``, ``total`` and ``return`` (greedy, mean).
+    ``progress`` is called after each evaluation with ``step``, ``total`` and ``return`` (greedy, mean). The games of a PQN
+    training can be shared out among ``processes``.
     """
     info = describe(env_id)
     config = config or teacher_preset(info.env_id)
     if isinstance(config, PQNConfig):
-        return train_pqn(info, config, out_dir, seed, progress)
+        return train_pqn(info, config, out_dir, seed, progress, processes)
     identity = {"env_id": info.env_id, "seed": int(seed), "config": asdict(config)}
     record: dict[str, Any] = {"identity": identity, "segment": 0, "history": [], "best": None, "done": False}
     out = Path(out_dir) if out_dir is not None else None
