@@ -173,9 +173,12 @@ def _load(rom: str) -> Any:
         import ale_py
     except ImportError as error:
         raise MissingDependency("Atari games need a package: pip install 'sortrl[atari]'") from error
+    path = ale_py.roms.get_rom_path(rom)
+    if path is None:
+        raise MissingDependency(f"This ale-py has no game {rom!r}. Run: pip install --upgrade 'sortrl[atari]'")
     ale_py.ALEInterface.setLoggerMode(ale_py.LoggerMode.Error)
     ale = ale_py.ALEInterface()
     ale.setInt("random_seed", 0)  # nothing is drawn from it: actions are not sticky
     ale.setFloat("repeat_action_probability", 0.0)
-    ale.loadROM(ale_py.roms.get_rom_path(rom))
+    ale.loadROM(path)
     return ale
