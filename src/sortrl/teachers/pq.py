@@ -6,7 +6,6 @@ the values stable: there is no target network. Lambda-returns carry a reward bac
 
 from __future__ import annotations
 
-import json
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -51,8 +50,7 @@ def train_pqn(
             f"pqn learns from images, but {info.env_id} shows {info.obs_shape} {info.obs_dtype}. Use ppo."
         )
     out = None if out_dir is None else Path(out_dir)
-    # As JSON will give it back.
-    identity = json.loads(json.dumps({"env_id": info.env_id, "seed": int(seed), "config": asdict(config)}))
+    identity = {"env_id": info.env_id, "seed": int(seed), "config": asdict(config)}
     architecture = Architecture(
         info.obs_shape, info.n_actions, config.hidden, "ReLU", "norm_cnn", channels=config.channels
     )
