@@ -403,7 +403,7 @@ def teach(
     with stage(f"Training {config.algorithm.upper()} on {env}") as progress:
         teacher = train_teacher(env, config, directory, seed, progress, processes)
     result = play(teacher, env, episodes=config.confirm_episodes, seed=seed + 1)
-    print(f"{result.mean:.1f} ± {result.sem:.1f} over {result.episodes} greedy episodes\nteacher: {directory}")
+    print(f"{result.mean:.1f} ± {result.sem:.1f} over {config.confirm_episodes} greedy episodes\nteacher: {directory}")
     if json is not None:
         write_json(json, result.to_json())
 

@@ -150,8 +150,8 @@ class _Run:
             steps.append((obs, actions, *after, values.gather(1, actions[:, None]).squeeze(1)))
         with torch.no_grad():
             best.append(body(_unit(torch.from_numpy(self.fleet.obs))).amax(1))
-        columns = [torch.stack(column) for column in zip(*steps, strict=True)]
-        return Rollout(*columns, torch.stack(best[1:]))
+        obs, actions, rewards, terminated, truncated, taken = (torch.stack(part) for part in zip(*steps, strict=True))
+        return Rollout(obs, actions, rewards, terminated, truncated, taken, torch.stack(best[1:]))
 
     def explore(self, greedy: Tensor, eps: float, n_actions: int, generator: torch.Generator) -> Tensor:
         """The greedy actions, but in games that explore the random action of their present run."""
@@ -216,14 +216,14 @@ def learn(
         values = body(_unit(obs[batch])).gather(1, actions[batch, None]).squeeze(1)
         loss = 0.5 * nn.functional.mse_loss(values, targets[batch])
         optimizer.zero_grad()
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         nn.utils.clip_grad_norm_(body.parameters(), MAX_GRAD_NORM)
         optimizer.step()
 
 
 def _batches(n: int, config: PQNConfig, generator: torch.Generator) -> Iterator[Tensor]:
     for _ in range(config.n_epochs):
-        yield from torch.randperm(n, generator=generator).split(config.batch_size)
+        yield from torch.split(torch.randperm(n, generator=generator), config.batch_size)
 
 
 def _unit(obs: Tensor) -> Tensor:
