@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from sortrl import cli
 from sortrl.envs import describe, greedy_returns
 from sortrl.errors import SortRLError
 from sortrl.teachers import PQN_TEACHERS, Architecture, PQNConfig, load_teacher, teacher_preset, train_teacher
@@ -176,6 +178,17 @@ def test_a_training_survives_sigkill_and_another_number_of_processes(tmp_path):
 def test_bad_configs(fields, message):
     with pytest.raises(SortRLError, match=message):
         PQNConfig(**fields)
+
+
+def test_the_command_trains_and_tells_the_result(tmp_path, monkeypatch, capsys):
+    tiny = replace(TINY, total_steps=128, eval_every=128, confirm_episodes=2)
+    monkeypatch.setitem(PQN_TEACHERS, BREAKOUT, tiny)
+    cli.main(["teach", BREAKOUT, "--out", str(tmp_path), "--json", str(tmp_path / "result.json")])
+    assert "over 2 greedy episodes" in capsys.readouterr().out
+    assert load_teacher(tmp_path).algorithm == "pqn"
+    (row,) = json.loads((tmp_path / "training.json").read_text())["history"]
+    assert {"step", "return", "training_return", "hours", "done"} == set(row)
+    assert row["done"]
 
 
 def test_presets_and_wrong_tasks():
