@@ -6,9 +6,11 @@ the values stable: there is no target network. Lambda-returns carry a reward bac
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
 from typing import NamedTuple
@@ -61,40 +63,37 @@ def train_pqn(
         generator = torch.Generator().manual_seed(seed)
         checkpoint = Checkpoint(out, identity)
         step, history = checkpoint.restore(body, optimizer, generator)
-        best = Teacher.load(out) if out is not None and history else None
-        if best is not None and history[-1]["done"]:
+        best = Teacher.load(out) if out is not None and history else _frozen(body, architecture, info)
+        if history and history[-1]["done"]:
             return best
         run = _Run(info, config, seed, checkpoint.extra, processes)
-        started, start_step, saved = time.monotonic(), step, time.monotonic()
-        while not (history and history[-1]["done"]):
-            rollout = run.play(body, generator, step)
-            learn(body, optimizer, rollout, config, generator, step)
-            before, step = step, step + config.n_envs * config.n_steps
-            if step // config.eval_every > before // config.eval_every or step >= config.total_steps:
-                teacher = _frozen(body, architecture, info)
-                score, confirmed = grade(teacher, info.env_id, config, seed, len(history))
-                done = confirmed or step >= config.total_steps
-                # A confirmed agent wins over a lucky one: its return was measured on more episodes.
-                if confirmed or best is None or score > max(row["return"] for row in history):
-                    best = teacher
+        first, started = step, time.monotonic()
+        saved = started
+        with closing(run.fleet):
+            while not (history and history[-1]["done"]):
+                learn(body, optimizer, run.play(body, generator, step), config, generator, step)
+                before, step = step, step + config.n_envs * config.n_steps
+                due = step // config.eval_every > before // config.eval_every or step >= config.total_steps
+                if due:
+                    teacher = _frozen(body, architecture, info)
+                    score, confirmed = grade(teacher, info.env_id, config, seed, len(history))
+                    # A confirmed agent wins over a lucky one: its return was measured on more episodes.
+                    if confirmed or score > max((row["return"] for row in history), default=-math.inf):
+                        best = teacher
+                        if out is not None:
+                            best.save(out)
+                    row = {"step": step, "return": score, "training_return": run.mean_return, "hours": run.hours()}
+                    history.append({**row, "done": confirmed or step >= config.total_steps})
                     if out is not None:
-                        teacher.save(out)
-                row = {"step": step, "return": score, "training_return": run.mean_return, "hours": run.hours()}
-                history.append({**row, "done": done})
-                if out is not None:
-                    write_json(out / LOG_FILE, {"identity": identity, "history": history})
-                saved = -SAVE_EVERY_S
-            if time.monotonic() - saved >= SAVE_EVERY_S:
-                checkpoint.save(body, optimizer, generator, step, history, run.state())
-                saved = time.monotonic()
-            if progress is not None:
-                rate = (step - start_step) / (time.monotonic() - started)
-                row = {"step": step, "total": config.total_steps, "training_return": run.mean_return}
-                row |= {"steps_per_s": rate, "hours_left": (config.total_steps - step) / rate / 3600}
-                progress(row | ({"return": history[-1]["return"]} if history else {}))
-        run.fleet.close()
-    if best is None:
-        raise SortRLError(f"Training {info.env_id} ended without an evaluation. Raise total_steps.")
+                        write_json(out / LOG_FILE, {"identity": identity, "history": history})
+                if due or time.monotonic() - saved >= SAVE_EVERY_S:
+                    checkpoint.save(body, optimizer, generator, step, history, run.state())
+                    saved = time.monotonic()
+                if progress is not None:
+                    rate = (step - first) / (time.monotonic() - started)
+                    row = {"step": step, "total": config.total_steps, "training_return": run.mean_return}
+                    row |= {"steps_per_s": rate, "hours_left": (config.total_steps - step) / rate / 3600}
+                    progress(row | ({"return": history[-1]["return"]} if history else {}))
     return best
 
 
