@@ -12,6 +12,7 @@ ORDER = [
     "memory",
     "files",
     "verify",
+    "checkpoint",
     "normalizer",
     "stats",
     "records",

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from sortrl import bench
+from sortrl.bench import games
 from sortrl.bench.attacked import AttackedPlay
 from sortrl.bench.operators import Limits
 from sortrl.bench.policies import MEASURED, Size, Step, make_policy, schedule_shares
@@ -182,3 +183,11 @@ def test_the_shares_cover_the_schedule():
 def test_too_few_repeats_are_refused():
     with pytest.raises(SortRLError, match="at least 5"):
         bench.run(quick=True, repeats=1)
+
+
+@pytest.mark.slow
+def test_games_are_played_alike_in_one_process_and_in_two():
+    pytest.importorskip("ale_py")
+    row = games.random_play(3, processes=2, repeats=5)
+    assert row["wrong"] == []
+    assert min(row["steps_per_s"].values()) > 0

@@ -22,12 +22,14 @@ FORMAT = "sortrl-checkpoint-1"
 class Checkpoint:
     """The checkpoint of one training run in a directory (or nowhere, for ``None``).
 
-    ``identity`` is what must match for a resume to make sense: configuration, seed, data.
+    ``identity`` is what must match for a resume to make sense: configuration, seed, data. ``extra`` are tensors of the
+    training's own: after :meth:`restore`, those that were saved last.
     """
 
     def __init__(self, directory: str | Path | None, identity: dict[str, Any]) -> None:
         self.path = None if directory is None else Path(directory) / FILE_NAME
         self.identity = json.loads(json.dumps(identity))  # as it will be read back: tuples become lists
+        self.extra: dict[str, Tensor] = {}
 
     def save(
         self,
@@ -36,10 +38,12 @@ class Checkpoint:
         generator: torch.Generator,
         step: int,
         history: list[dict[str, Any]],
+        extra: Mapping[str, Tensor] | None = None,
     ) -> None:
         if self.path is None:
             return
         tensors = prefixed("model", model.state_dict()) | prefixed("optimizer", optimizer_tensors(optimizer))
+        tensors |= prefixed("extra", extra or {})
         tensors["generator"] = generator.get_state()
         metadata = {"format": FORMAT, "identity": self.identity, "step": step, "history": history}
         write_tensors(self.path, tensors, metadata)
@@ -60,6 +64,7 @@ class Checkpoint:
             model.load_state_dict(part(tensors, "model"))
             restore_optimizer(optimizer, part(tensors, "optimizer"))
             generator.set_state(tensors["generator"])
+            self.extra = part(tensors, "extra")
             step, history = metadata["step"], metadata["history"]
             if type(step) is not int or step < 0 or not all(isinstance(row, dict) for row in history):
                 raise ValueError(f"step {step!r} and a history of {type(history).__name__}")

@@ -382,7 +382,8 @@ def report(run: Annotated[Path, tyro.conf.Positional]) -> None:
 def teach(
     env: Annotated[str, tyro.conf.Positional],
     out: Path | None = None,
-    algorithm: Literal["ppo", "dqn"] = "ppo",
+    algorithm: Literal["ppo", "dqn", "pqn"] | None = None,
+    processes: int = 1,
     seed: int = 0,
     json: Path | None = None,
 ) -> None:
@@ -391,7 +392,8 @@ def teach(
     Args:
         env: Gymnasium environment with discrete actions.
         out: Directory for the teacher [runs/teachers/<env>-<algorithm>].
-        algorithm: ppo or dqn.
+        algorithm: ppo, dqn or (for images) pqn [the one the task has settings for, else ppo].
+        processes: Among which the games of a PQN training are shared out; the result is the same.
         seed: Fixes the training.
         json: Write the result here.
     """
@@ -400,11 +402,12 @@ def teach(
     from sortrl.progress import stage
     from sortrl.teachers import teacher_preset, train_teacher
 
-    directory = out or Path("runs") / "teachers" / f"{env.replace('/', '-')}-{algorithm}"
-    with locked(directory), stage(f"Training {algorithm.upper()} on {env}") as progress:
-        teacher = train_teacher(env, teacher_preset(env, algorithm), directory, seed, progress)
-    result = play(teacher, env, episodes=100, seed=seed + 1)
-    print(f"{result.mean:.1f} ± {result.sem:.1f} over 100 greedy episodes\nteacher: {directory}")
+    config = teacher_preset(env, algorithm)
+    directory = out or Path("runs") / "teachers" / f"{env.replace('/', '-')}-{config.algorithm}"
+    with locked(directory), stage(f"Training {config.algorithm.upper()} on {env}") as progress:
+        teacher = train_teacher(env, config, directory, seed, progress, processes)
+    result = play(teacher, env, episodes=config.confirm_episodes, seed=seed + 1)
+    print(f"{result.mean:.1f} ± {result.sem:.1f} over {config.confirm_episodes} greedy episodes\nteacher: {directory}")
     if json is not None:
         write_json(json, result.to_json())
 

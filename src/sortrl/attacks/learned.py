@@ -20,7 +20,7 @@ from sortrl.files import read_tensors, write_tensors
 from sortrl.normalizer import Normalizer
 from sortrl.records import Policy
 from sortrl.teachers.architecture import Architecture
-from sortrl.teachers.train import _generators_restored, _one_thread
+from sortrl.teachers.grading import generators_restored, one_thread
 
 if TYPE_CHECKING:
     from sortrl.attacks.siege import Siege  # Stable-Baselines3 is slow to import
@@ -161,7 +161,7 @@ def train_adversary(
     plan = _Plan(info.env_id, float(eps), director, inner or Aimed(steps=2, step_share=0.6))
     outputs = info.n_actions if director else info.obs_size
     trials = np.random.default_rng([seed, 5]).integers(2**31, size=TRIALS).tolist()
-    with _one_thread(), _generators_restored():
+    with one_thread(), generators_restored():
         siege = Siege(policy, env_id, eps, SLOTS, seed, outputs, features, plan.strike)
         env = VecNormalize(siege, gamma=GAMMA, clip_obs=FEATURE_CLIP)
         model = PPO(

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from sortrl import files
-from sortrl.bench import growth, operators, policies
+from sortrl.bench import games, growth, operators, policies
 from sortrl.bench.attacked import attacked_play
 from sortrl.bench.operators import Shape
 from sortrl.bench.policies import Size
@@ -43,6 +43,7 @@ class Plan:
     policy: Size = field(default_factory=Size)
     inference_batches: tuple[int, ...] = (1, 64)
     attacked: Size = field(default_factory=lambda: Size(batch=64))
+    games: int = 64
     scaling_middle: Shape = (512, 640, 640)
     scaling_sizes: tuple[int, ...] = (64, 128, 256, 512, 1024)
     compiled: bool = True
@@ -54,6 +55,7 @@ QUICK = Plan(
     policy=Size(width=24, depth=3, batch=16),
     inference_batches=(1, 4),
     attacked=Size(width=24, depth=3, batch=4),
+    games=0,  # new processes alone would take seconds
     scaling_middle=(8, 16, 16),
     scaling_sizes=(16, 256),
     compiled=False,
@@ -91,6 +93,10 @@ def _run(plan: Plan, quick: bool, repeats: int, progress: Callable[[str], None])
         progress(_line(rows[-1]))
     rows.append(attacked_play(plan.attacked, repeats))
     progress(_line(rows[-1]))
+    played = games.random_play(plan.games, _cores(), repeats) if plan.games else None
+    if played is not None:
+        rows.append(played)
+        progress(_line(rows[-1]))
     scaling = growth.scaling(plan.scaling_middle, plan.scaling_sizes, repeats, generator)
     progress("scaling measured")
     memory = growth.memory(plan.policy)

@@ -14,6 +14,7 @@ import gymnasium as gym
 import numpy as np
 import numpy.typing as npt
 
+from sortrl.envs.registry import NAMESPACE, register_tasks
 from sortrl.errors import MissingDependency, SortRLError
 
 OBS_NAMES: dict[str, tuple[str, ...]] = {
@@ -93,14 +94,19 @@ def describe(env_id: str) -> EnvInfo:
         env.close()
 
 
-def make_env(env_id: str, max_episode_steps: int | None = None) -> gym.Env[Any, Any]:
-    """``gymnasium.make`` with errors that say what to do; the environment is checked by :func:`describe`, not here."""
+def make_env(env_id: str, max_episode_steps: int | None = None, **options: Any) -> gym.Env[Any, Any]:
+    """``gymnasium.make`` with errors that say what to do; the environment is checked by :func:`describe`, not here.
+
+    ``options`` are the environment's own, such as ``episodic_life`` of an Atari game.
+    """
     if not isinstance(env_id, str):
         raise SortRLError(f"Environment id is {env_id!r}, expected a string such as 'CartPole-v1'.")
+    if env_id.startswith(NAMESPACE):
+        register_tasks()
     try:
         with _quiet():
             # The passive checker warns about style on every step; describe() checks what matters here.
-            return gym.make(env_id, max_episode_steps=max_episode_steps, disable_env_checker=True)
+            return gym.make(env_id, max_episode_steps=max_episode_steps, disable_env_checker=True, **options)
     except gym.error.DependencyNotInstalled as error:
         raise _missing_dependency(env_id, error) from error
     except (gym.error.Error, ImportError) as error:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from sortrl.teachers.architecture import Architecture
-from sortrl.teachers.config import DQN_TEACHERS, TEACHERS, TeacherConfig, teacher_preset
+from sortrl.teachers.config import DQN_TEACHERS, PQN_TEACHERS, TEACHERS, PQNConfig, TeacherConfig, teacher_preset
 from sortrl.teachers.load import load_teacher
 from sortrl.teachers.normalization import load_normalizer, save_normalizer
 from sortrl.teachers.smoothing import smoothed
@@ -12,8 +12,10 @@ from sortrl.teachers.train import train_teacher
 
 __all__ = [
     "DQN_TEACHERS",
+    "PQN_TEACHERS",
     "TEACHERS",
     "Architecture",
+    "PQNConfig",
     "Teacher",
     "TeacherConfig",
     "load_normalizer",

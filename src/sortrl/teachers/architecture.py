@@ -38,10 +38,12 @@ class MeanQuantiles(nn.Module):
 
 @dataclass(frozen=True)
 class Architecture:
-    """An MLP over flat observations, or over the features of a NatureCNN (Mnih et al., 2015) for images.
+    """An MLP over flat observations, or over the features of a convolutional network for images.
 
-    ``hidden`` are the widths between the input (or the CNN's features) and the last layer. ``n_quantiles`` is 0
-    unless the last layer predicts that many quantiles of each action value.
+    That is a NatureCNN (Mnih et al., 2015) or a network with ``channels`` of its own in which every layer is normalised,
+    as learning without a target network needs (``norm_cnn``; Gallici et al., 2024). ``hidden`` are the widths between
+    the input (or the CNN's features) and the last layer. ``n_quantiles`` is 0 unless the last layer predicts that many
+    quantiles of each action value.
 
     >>> Architecture(obs_shape=(4,), n_actions=2, hidden=(8,), activation="Tanh").build()
     Sequential(
@@ -56,29 +58,36 @@ class Architecture:
     n_actions: int
     hidden: tuple[int, ...]
     activation: str
-    trunk: Literal["mlp", "nature_cnn"] = "mlp"
+    trunk: Literal["mlp", "nature_cnn", "norm_cnn"] = "mlp"
     cnn_features: int = 512
     n_quantiles: int = 0
+    channels: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if self.activation not in ACTIVATIONS:
             raise SortRLError(
                 f"Activation {str(self.activation)[:40]!r} is not known; expected one of {', '.join(ACTIVATIONS)}."
             )
-        if self.trunk not in ("mlp", "nature_cnn"):
-            raise SortRLError(f"Trunk {self.trunk!r} is not known; expected 'mlp' or 'nature_cnn'.")
-        sizes = (*self.obs_shape, self.n_actions, *self.hidden, self.cnn_features)
+        if self.trunk not in ("mlp", "nature_cnn", "norm_cnn"):
+            raise SortRLError(
+                f"Trunk {str(self.trunk)[:40]!r} is not known; expected 'mlp', 'nature_cnn' or 'norm_cnn'."
+            )
+        sizes = (*self.obs_shape, self.n_actions, *self.hidden, self.cnn_features, *self.channels)
         whole = all(type(size) is int and size > 0 for size in sizes) and type(self.n_quantiles) is int
         if not self.obs_shape or not whole or self.n_quantiles < 0:
             raise SortRLError(f"Architecture: every size must be a positive integer, got {str(self)[:300]}.")
-        if self.trunk == "nature_cnn" and len(self.obs_shape) != 3:
-            raise SortRLError(f"A NatureCNN sees images (channels, height, width), but obs_shape is {self.obs_shape}.")
+        if self.trunk != "mlp" and len(self.obs_shape) != 3:
+            raise SortRLError(f"A CNN sees images (channels, height, width), but obs_shape is {self.obs_shape}.")
+        if (self.trunk == "norm_cnn") != bool(self.channels):
+            raise SortRLError(f"Architecture: channels belong to a norm_cnn and are its own, got {str(self)[:300]}.")
 
     def build(self) -> nn.Sequential:
         """The network with fresh parameters, in the order in which Stable-Baselines3 stores them."""
-        layers, width = self._cnn() if self.trunk == "nature_cnn" else self._flat()
+        trunks = {"mlp": self._flat, "nature_cnn": self._cnn, "norm_cnn": self._norm_cnn}
+        layers, width = trunks[self.trunk]()
         for size in self.hidden:
-            layers += [nn.Linear(width, size), ACTIVATIONS[self.activation]()]
+            norm = [nn.LayerNorm(size)] if self.trunk == "norm_cnn" else []
+            layers += [nn.Linear(width, size), *norm, ACTIVATIONS[self.activation]()]
             width = size
         layers.append(nn.Linear(width, self.n_actions * max(1, self.n_quantiles)))
         if self.n_quantiles:
@@ -126,6 +135,20 @@ class Architecture:
             nn.Linear(channels * height * width, self.cnn_features),
             nn.ReLU(),
         ], self.cnn_features
+
+    def _norm_cnn(self) -> tuple[list[nn.Module], int]:
+        """NatureCNN's windows where the image is large enough for them, else windows of 3 x 3."""
+        channels, height, width = self.obs_shape
+        large = min(height, width) >= 36
+        windows = ((8, 4), (4, 2), (3, 1)) if large else ((3, 1),) * len(self.channels)
+        layers: list[nn.Module] = []
+        for out, (kernel, stride) in zip(self.channels, windows, strict=False):
+            # One group is layer norm with a weight per channel instead of one per pixel.
+            layers += [nn.Conv2d(channels, out, kernel, stride), nn.GroupNorm(1, out), ACTIVATIONS[self.activation]()]
+            channels, height, width = out, (height - kernel) // stride + 1, (width - kernel) // stride + 1
+        if len(self.channels) > len(windows) or height < 1 or width < 1:
+            raise SortRLError(f"Images of shape {self.obs_shape} are too small for {len(self.channels)} convolutions.")
+        return [*layers, nn.Flatten()], channels * height * width
 
     def to_json(self) -> dict[str, Any]:
         return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}

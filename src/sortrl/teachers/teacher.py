@@ -17,7 +17,7 @@ from sortrl.teachers.architecture import Architecture
 
 FILE_NAME = "teacher.safetensors"
 FORMAT = "sortrl-teacher-1"
-Q_ALGORITHMS = ("dqn", "qrdqn")
+Q_ALGORITHMS = ("dqn", "qrdqn", "pqn")
 ACTOR_CRITICS = ("ppo", "a2c", "trpo", "actor-critic")
 
 
@@ -74,7 +74,7 @@ class Teacher(nn.Module):
         return self.scores(unit)
 
     def values(self, unit: Tensor) -> Tensor | None:
-        """Action values (batch, n_actions) if the teacher estimates them (DQN, QR-DQN), else None."""
+        """Action values (batch, n_actions) if the teacher estimates them (DQN, QR-DQN, PQN), else None."""
         return self.scores(unit) if self.algorithm in Q_ALGORITHMS else None
 
     @property

@@ -1,4 +1,4 @@
-"""Train a teacher with Stable-Baselines3, resumably.
+"""Train a teacher, resumably: PPO and DQN with Stable-Baselines3, parallel Q-learning with our own loop (``pq``).
 
 Training runs in segments. Each starts from saved state (weights, optimiser, statistics, replay) with freshly seeded
 generators and environments, so a training that is killed and started again continues to exactly the same result.
@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import random
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -19,13 +18,15 @@ import torch
 from torch import Tensor
 
 from sortrl.checkpoint import damage_named, optimizer_tensors, part, prefixed, restore_optimizer
-from sortrl.envs import describe, greedy_returns
+from sortrl.envs import describe
 from sortrl.envs.info import make_env
 from sortrl.errors import SortRLError
 from sortrl.files import read_object, read_tensors, write_json, write_tensors
 from sortrl.memory import require
-from sortrl.teachers.config import TeacherConfig, teacher_preset
+from sortrl.teachers.config import PQNConfig, TeacherConfig, teacher_preset
+from sortrl.teachers.grading import Progress, generators_restored, grade, one_thread
 from sortrl.teachers.load import load_teacher
+from sortrl.teachers.pq import train_pqn
 from sortrl.teachers.teacher import Teacher
 
 STATE_FILE = "training.safetensors"
@@ -34,8 +35,6 @@ FORMAT = "sortrl-training-1"
 _COUNTS = ("num_timesteps", "_n_updates", "_n_calls")
 _REPLAY = ("observations", "next_observations", "actions", "rewards", "dones", "timeouts")
 
-Progress = Callable[[dict[str, Any]], None]
-
 
 def train_teacher(
     env_id: str,
@@ -43,17 +42,21 @@ def train_teacher(
     out_dir: str | Path | None = None,
     seed: int = 0,
     progress: Progress | None = None,
+    processes: int = 1,
 ) -> Teacher:
     """Train until the target return is reached and confirmed, or the steps are used up; return the best agent seen.
 
     With ``out_dir`` the best teacher so far and the state of the training are kept there, and the same call continues
     from them (a finished training is just loaded). The result depends on the configuration and the seed alone.
-    ``progress`` is called after each evaluation with ``step``, ``total`` and ``return`` (greedy, mean).
+    ``progress`` is called after each evaluation with ``step``, ``total`` and ``return`` (greedy, mean). The games of a PQN
+    training can be shared out among ``processes``.
     """
     if seed < 0:
         raise SortRLError(f"train_teacher: seed is {seed}, expected 0 or more.")
     info = describe(env_id)
     config = config or teacher_preset(info.env_id)
+    if isinstance(config, PQNConfig):
+        return train_pqn(info, config, out_dir, seed, progress, processes)
     settings = {name: list(v) if isinstance(v, tuple) else v for name, v in asdict(config).items()}  # as JSON has them
     identity = {"env_id": info.env_id, "seed": int(seed), "config": settings}
     record: dict[str, Any] = {"identity": identity, "segment": 0, "history": [], "best": None, "done": False}
@@ -64,7 +67,7 @@ def train_teacher(
     if out is not None and (out / STATE_FILE).exists():
         resumed, record = _read_state(out / STATE_FILE, identity)
     best = Teacher.load(out) if out is not None and record["best"] is not None else None
-    with _one_thread(), _generators_restored():
+    with one_thread(), generators_restored():
         set_seed(_mixed(seed, 0))
         model = make_model(info.env_id, config)
         try:
@@ -76,7 +79,7 @@ def train_teacher(
                 record["segment"] += 1
                 teacher = load_teacher(model, info.env_id)
                 teacher.name = f"{config.algorithm}-{info.env_id}"
-                score, confirmed = _evaluate(teacher, info.env_id, config, seed, record["segment"])
+                score, confirmed = grade(teacher, info.env_id, config, seed, record["segment"])
                 record["history"].append({"step": model.num_timesteps, "return": score})
                 record["done"] = confirmed or model.num_timesteps >= config.total_steps
                 # A confirmed agent wins over a lucky one: its return was measured on more episodes.
@@ -106,19 +109,6 @@ def _run_segment(model: Any, config: TeacherConfig, seed: int, segment: int) -> 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # remarks on batch sizes and devices that presets answer for
         model.learn(steps, reset_num_timesteps=False, log_interval=None if config.algorithm == "ppo" else 10**9)
-
-
-def _evaluate(teacher: Teacher, env_id: str, config: TeacherConfig, seed: int, segment: int) -> tuple[float, bool]:
-    """Mean greedy return, and whether it reached the target on ``confirm_episodes`` fresh episodes too."""
-    seeds = (
-        np.random.SeedSequence([seed, 3, segment]).generate_state(config.eval_episodes + config.confirm_episodes) >> 1
-    )
-    first, fresh = np.split(seeds, [config.eval_episodes])
-    score = float(greedy_returns(teacher, env_id, first.tolist()).mean())
-    if config.target_return is None or score < config.target_return:
-        return score, False
-    confirmation = float(greedy_returns(teacher, env_id, fresh.tolist()).mean())
-    return confirmation, confirmation >= config.target_return
 
 
 def make_model(env_id: str, config: TeacherConfig) -> Any:
@@ -264,26 +254,3 @@ def set_seed(seed: int) -> None:
     random.seed(seed)
     np.random.seed(seed)  # noqa: NPY002 (Stable-Baselines3 draws from the global generator)
     torch.manual_seed(seed)
-
-
-@contextmanager
-def _generators_restored() -> Iterator[None]:
-    """Leave the caller's global generators as they were."""
-    python, numpy, torch_state = random.getstate(), np.random.get_state(), torch.get_rng_state()  # noqa: NPY002
-    try:
-        yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(numpy)  # noqa: NPY002
-        torch.set_rng_state(torch_state)
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """Networks this small train fastest on one thread, and then the result does not depend on the number of cores."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)

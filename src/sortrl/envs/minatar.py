@@ -1,0 +1,49 @@
+"""MinAtar games (Young and Tian, 2019): Atari in miniature, small enough to learn in a test."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import numpy.typing as npt
+
+from sortrl.errors import MissingDependency
+
+Image = npt.NDArray[np.uint8]
+
+
+class MinAtar10(gym.Env[Image, np.int64]):
+    """One game as images (channels, 10, 10) of bytes, 0 or 255: one channel per kind of object, no random repeats.
+
+    The agent has only the actions that do something in the game.
+    """
+
+    metadata = {"render_modes": []}  # noqa: RUF012 (Gymnasium's own interface)
+
+    def __init__(self, game: str) -> None:
+        try:
+            from minatar import Environment
+        except ImportError as error:
+            raise MissingDependency("MinAtar games need a package: pip install 'sortrl[minatar]'") from error
+        name = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", game).lower()  # SpaceInvaders -> space_invaders
+        self._env = Environment(name, sticky_action_prob=0.0)
+        self._actions = self._env.minimal_action_set()
+        height, width, channels = self._env.state_shape()
+        self.observation_space = gym.spaces.Box(0, 255, (channels, height, width), np.uint8)
+        self.action_space = gym.spaces.Discrete(len(self._actions))
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Image, dict[str, Any]]:
+        super().reset(seed=seed)
+        self._env.seed(int(self.np_random.integers(2**31)))
+        self._env.reset()
+        return self._observe(), {}
+
+    def step(self, action: np.int64 | int) -> tuple[Image, float, bool, bool, dict[str, Any]]:
+        reward, over = self._env.act(self._actions[int(action)])
+        return self._observe(), float(reward), bool(over), False, {}
+
+    def _observe(self) -> Image:
+        planes = self._env.state().transpose(2, 0, 1)
+        return np.where(planes, 255, 0).astype(np.uint8)

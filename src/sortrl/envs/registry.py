@@ -1,0 +1,30 @@
+"""The tasks this package adds to Gymnasium, by id. Registering names only: a game's package is imported when it is made."""
+
+from __future__ import annotations
+
+import gymnasium as gym
+
+NAMESPACE = "sortrl/"
+ATARI_GAMES = ("Pong", "Freeway", "RoadRunner", "BankHeist")
+ATARI_STEPS = 10_000  # the cap of the literature's evaluations, in decisions of the agent
+MINATAR_GAMES = ("Asterix", "Breakout", "Freeway", "Seaquest", "SpaceInvaders")
+MINATAR_STEPS = 2_500
+
+
+def register_tasks() -> None:
+    """Make ``sortrl/<Game>84-v0`` (Atari) and ``sortrl/<Game>10-v0`` (MinAtar) known to ``gymnasium.make``.
+
+    >>> register_tasks()
+    >>> gym.spec("sortrl/Pong84-v0").max_episode_steps
+    10000
+    """
+    for game in ATARI_GAMES:
+        _register(f"{game}84", "sortrl.envs.atari:Atari84", game, ATARI_STEPS)
+    for game in MINATAR_GAMES:
+        _register(f"{game}10", "sortrl.envs.minatar:MinAtar10", game, MINATAR_STEPS)
+
+
+def _register(name: str, entry_point: str, game: str, max_episode_steps: int) -> None:
+    env_id = f"{NAMESPACE}{name}-v0"
+    if env_id not in gym.registry:
+        gym.register(env_id, entry_point, max_episode_steps=max_episode_steps, kwargs={"game": game})

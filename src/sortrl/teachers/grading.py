@@ -1,0 +1,53 @@
+"""What trainings of every algorithm share: how an agent is graded, and a training that leaves no trace in its caller."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+
+from sortrl.envs import greedy_returns
+from sortrl.teachers.config import TeacherConfig
+from sortrl.teachers.teacher import Teacher
+
+Progress = Callable[[dict[str, Any]], None]
+
+
+def grade(teacher: Teacher, env_id: str, config: TeacherConfig, seed: int, segment: int) -> tuple[float, bool]:
+    """Mean greedy return, and whether it reached the target on ``confirm_episodes`` fresh episodes too."""
+    seeds = (
+        np.random.SeedSequence([seed, 3, segment]).generate_state(config.eval_episodes + config.confirm_episodes) >> 1
+    )
+    first, fresh = np.split(seeds, [config.eval_episodes])
+    score = float(greedy_returns(teacher, env_id, first.tolist()).mean())
+    if config.target_return is None or score < config.target_return:
+        return score, False
+    confirmation = float(greedy_returns(teacher, env_id, fresh.tolist()).mean())
+    return confirmation, confirmation >= config.target_return
+
+
+@contextmanager
+def generators_restored() -> Iterator[None]:
+    """Leave the caller's global generators as they were."""
+    python, numpy, torch_state = random.getstate(), np.random.get_state(), torch.get_rng_state()  # noqa: NPY002
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)  # noqa: NPY002
+        torch.set_rng_state(torch_state)
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Networks this small train fastest on one thread, and then the result does not depend on the number of cores."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
