@@ -53,9 +53,13 @@ def run(
     reach: float = 1.0,
     tolerance: float = 5e-4,
     boxes_per_state: int = 5000,
+    images: Mapping[str, CertifiedPolicy] | None = None,
     progress: Report = print,
 ) -> dict[str, Any]:
-    """Climb the ladder for each task (environment id -> policy or its directory); write certificates.json and .png."""
+    """Climb the ladder for each task (environment id -> policy or its directory); write certificates.json and .png.
+
+    ``images`` are tasks of too many dimensions for the complete search: there the gain of the valid range is measured.
+    """
     tasks = {}
     for env_id, source in policies.items():
         policy = source if isinstance(source, SortPolicy) else SortPolicy.load(source)
@@ -72,6 +76,11 @@ def run(
             boxes_per_state=boxes_per_state,
         )
         progress(f"certificates: {env_id} in {time.monotonic() - started:.0f} s; {summary(tasks[env_id])}")
+    pixels = {}
+    for env_id, student in (images or {}).items():
+        played = clean_episodes(student, env_id, episodes, seed)
+        pixels[env_id] = clipping(student, env_id, played, states, attacks.by_name(attack), reach)
+        progress(f"certificates: {env_id}, medians {pixels[env_id]['medians']}")
     results = {
         "schema": 1,
         "kind": "certificates",
@@ -90,9 +99,11 @@ def run(
         "versions": provenance.versions(),
         "machine": provenance.machine(),
         "tasks": tasks,
+        "images": pixels,
     }
     write_json(Path(out) / "certificates.json", results)
-    draw(results, Path(out) / "certificates.png")
+    if tasks:
+        draw(results, Path(out) / "certificates.png")
     return results
 
 
@@ -132,6 +143,34 @@ def climb(
     }
 
 
+def clipping(
+    policy: CertifiedPolicy, env_id: str, played: list[Tensor], states: int, attack: Attack, reach: float
+) -> dict[str, Any]:
+    """What the valid range of pixels adds: black cannot get darker, so half of many a box is empty."""
+    low, high = valid_range(policy, describe(env_id))
+    visited = torch.unique(torch.cat(played), dim=0)
+    unit = visited[torch.linspace(0, len(visited) - 1, min(states, len(visited))).long()]
+    radii = {
+        "margin": np.minimum(policy.certify_unit(unit).radius, reach),
+        "interval": interval_radius(policy, unit, reach=reach),
+        "clipped": interval_radius(policy, unit, low, high, reach=reach),
+    }
+    smallest = smallest_attack(policy, unit, attack, low, high, reach)
+    if (smallest < radii["clipped"]).any():
+        raise SortRLError(
+            f"{env_id}: {attack.name} changed a certified action. This is a bug: report it with the policy."
+        )
+    radii["attack"] = np.minimum(smallest, reach)
+    return {
+        "states": len(unit),
+        "distinct_visited": len(visited),
+        "attack": attack.name,
+        "reach": reach,
+        "medians": {name: round(float(np.median(values)), 4) for name, values in radii.items()},
+        "radii": {name: [float(value) for value in values] for name, values in radii.items()},
+    }
+
+
 def clean_episodes(policy: CertifiedPolicy, env_id: str, episodes: int, seed: int) -> list[Tensor]:
     """The unit-space states (steps, *obs_shape) of greedy episodes without an attack."""
     found = []
@@ -147,7 +186,7 @@ def clean_episodes(policy: CertifiedPolicy, env_id: str, episodes: int, seed: in
 
 
 def smallest_attack(
-    policy: SortPolicy, unit: Tensor, attack: Attack, low: Tensor | None, high: Tensor | None, reach: float
+    policy: CertifiedPolicy, unit: Tensor, attack: Attack, low: Tensor | None, high: Tensor | None, reach: float
 ) -> npt.NDArray[np.float64]:
     """The smallest eps (batch,) at which ``attack`` was seen to change the action; infinite if at none up to ``reach``."""
     generator = torch.Generator().manual_seed(0)

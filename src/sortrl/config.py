@@ -59,6 +59,23 @@ TASKS: dict[str, Task] = {
                 "dagger_states": 30_000,
             },
         ),
+        Task(
+            "sortrl/Breakout10-v0",
+            "MinAtar's Breakout, 4 x 10 x 10 pixels; small enough to try images in a few minutes",
+            eps=0.15,
+            fast={
+                "collect": CollectConfig(states=20_000, exploration=0.7, random_actions=0.15),
+                "noise": 0.0,  # a ball of a third of its brightness is none, and the teacher has never seen one
+                "dagger_states": 5_000,
+                "depth": 3,
+                "steps": 1000,
+                "batch": 256,
+                "lambda_end": 0.5,
+                "warm_share": 0.4,
+                "final_share": 0.15,
+                "exact_share": 0.1,
+            },
+        ),
     )
 }
 
@@ -142,13 +159,13 @@ def robustify_config(
 
 
 def _with_changes(config: RobustifyConfig, changes: dict[str, Any]) -> RobustifyConfig:
-    for name, value in changes.items():
-        if name in RobustifyConfig.__dataclass_fields__:
-            config = replace(config, **{name: value})
-        elif name in DistillConfig.__dataclass_fields__:
-            config = replace(config, distill=replace(config.distill, **{name: value}))
-        else:
-            known = [*RobustifyConfig.__dataclass_fields__, *DistillConfig.__dataclass_fields__]
-            close = difflib.get_close_matches(name, known, n=1)
+    own, training = RobustifyConfig.__dataclass_fields__, DistillConfig.__dataclass_fields__
+    for name in changes:
+        if name not in own and name not in training:
+            close = difflib.get_close_matches(name, [*own, *training], n=1)
             raise SortRLError(f"robustify has no option {name!r}." + (f" Did you mean {close[0]!r}?" if close else ""))
-    return config
+    # All at once, because some are only valid together.
+    config = replace(config, **{name: value for name, value in changes.items() if name in own})
+    return replace(
+        config, distill=replace(config.distill, **{name: v for name, v in changes.items() if name not in own})
+    )
