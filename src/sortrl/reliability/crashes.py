@@ -22,10 +22,9 @@ from sortrl.errors import SortRLError
 from sortrl.files import read_json, read_object, read_tensors, write_json
 from sortrl.reliability.tiny import tiny_run
 
-# Seconds of processor time after which a run is killed, at most. Short ones hit the stages that write often, long ones
-# the report, whose figures take half of the whole.
-SHORT, LONG = 0.5, 2.5
-STAGES = ("teacher", "collect", "distill", "evaluate", "report")
+# About how much processor time each stage takes. A kill is aimed at a stage, or the report, whose figures take half of the
+# whole, would get most of them.
+STAGES = {"teacher": 0.3, "collect": 0.15, "distill": 0.3, "evaluate": 0.15, "report": 1.2}
 
 
 def crashes(kills: int, seed: int, work: Path | None = None) -> Iterator[dict[str, Any]]:
@@ -75,8 +74,9 @@ def _one_run(out: Path, rng: Random, most: int, expected: Any, revision: str) ->
     counts: Counter[str] = Counter()
     problems: list[str] = []
     while True:
-        limit = rng.uniform(0.0, rng.choice((SHORT, SHORT, LONG))) if counts.total() < most else None
-        code = _start(out, limit)
+        ahead = list(STAGES)[list(STAGES).index(stage_of(out)) :]
+        aim = rng.choice(ahead)
+        code = _start(out, (aim, rng.uniform(0.0, STAGES[aim])) if counts.total() < most else None)
         if code == 0:
             break
         if code != -signal.SIGKILL:
@@ -89,8 +89,10 @@ def _one_run(out: Path, rng: Random, most: int, expected: Any, revision: str) ->
     return {"by_stage": dict(counts), "same_bits": same, "problems": problems, "revision": revision}
 
 
-def _start(out: Path, cpu_seconds: float | None) -> int:
-    """A run in a child; killed when it has used ``cpu_seconds``. Returns its exit code, negative for a signal."""
+def _start(out: Path, aim: tuple[str, float] | None) -> int:
+    """A run in a child, killed when it has spent so much processor time in a stage. Returns its exit code, negative for
+    a signal.
+    """
     child = os.fork()
     if child == 0:
         code = 1
@@ -102,10 +104,14 @@ def _start(out: Path, cpu_seconds: float | None) -> int:
             traceback.print_exc()
         finally:
             os._exit(code)  # not through the parent's exit handlers
-    if cpu_seconds is not None:
-        clock = (~child << 3) | 2  # the processor-time clock of another process: see clock_getcpuclockid(3)
+    if aim is not None:
+        stage, cpu_seconds = aim
+        clock, reached = (~child << 3) | 2, None  # the processor-time clock of another process: clock_getcpuclockid(3)
         while os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
-            if time.clock_gettime(clock) >= cpu_seconds:
+            used = time.clock_gettime(clock)
+            if reached is None and list(STAGES).index(stage_of(out)) >= list(STAGES).index(stage):
+                reached = used
+            if reached is not None and used - reached >= cpu_seconds:
                 os.kill(child, signal.SIGKILL)
                 break
             time.sleep(0.001)
