@@ -22,24 +22,23 @@ from sortrl.errors import SortRLError
 from sortrl.files import read_json, read_object, read_tensors, write_json
 from sortrl.reliability.tiny import tiny_run
 
-# About how much processor time each stage takes. A kill is aimed at a stage, or the report, whose figures take half of the
-# whole, would get most of them.
+# About how much processor time each stage takes. Kills are aimed at stages in turn, or the report, whose figures take half
+# of the whole, would get most of them.
 STAGES = {"teacher": 0.3, "collect": 0.15, "distill": 0.3, "evaluate": 0.15, "report": 1.2}
 
 
 def crashes(kills: int, seed: int, work: Path | None = None) -> Iterator[dict[str, Any]]:
     """Kill runs ``kills`` times in all, each run until it gets through, and compare them with an undisturbed one.
 
-    Children are forked from this process, which has everything imported, so that a start costs nothing; torch must not
-    have used more than one thread before. Yields what was found so far after every run that got through. Those are kept in
+    Children are forked from this process, so that a start costs nothing; torch must not have used more than one thread
+    before. Yields what was found so far after every run that got through. Those are kept in
     ``work``, and the same call goes on after them.
     """
     runs: list[dict[str, Any]] = []
     revision = provenance.versions().get("revision", "unknown")  # asked now: what is committed later is not what runs
     with tempfile.TemporaryDirectory(prefix="sortrl-kill-") as scratch:
         undisturbed = Path(scratch) / "undisturbed"
-        if _start(undisturbed, None) != 0:
-            raise SortRLError("crashes: the undisturbed run failed; there is nothing to compare with.")
+        tiny_run(undisturbed)  # here, so that children find everything imported
         expected = fingerprint(undisturbed)
         found = _joined(runs, kills, seed)
         while found["kills"] < kills:
@@ -70,13 +69,12 @@ def _joined(runs: list[dict[str, Any]], kills: int, seed: int) -> dict[str, Any]
 
 
 def _one_run(out: Path, rng: Random, most: int, expected: Any, revision: str) -> dict[str, Any]:
-    """Start a run again and again, killing it (``most`` times at most), until it gets through."""
+    """Start a run again and again, killing it twice in every stage (``most`` times at most); then it must get through."""
     counts: Counter[str] = Counter()
     problems: list[str] = []
-    while True:
-        ahead = list(STAGES)[list(STAGES).index(stage_of(out)) :]
-        aim = rng.choice(ahead)
-        code = _start(out, (aim, rng.uniform(0.0, STAGES[aim])) if counts.total() < most else None)
+    aims = [(stage, rng.uniform(0.0, STAGES[stage])) for stage in STAGES for _ in range(2)]
+    for aim in [*aims[:most], None]:
+        code = _start(out, aim)
         if code == 0:
             break
         if code != -signal.SIGKILL:
