@@ -50,10 +50,11 @@ def reliability(
     }
     for name, campaign in campaigns.items():
         if part in (None, name):
+            made_by = _made_by()  # before it starts: what is committed meanwhile is not what runs
             for found in campaign():  # a campaign that is stopped has recorded what it did
                 document = read_object(out / FILE_NAME) if (out / FILE_NAME).exists() else {}
                 head = {"schema": 1, "kind": "reliability"}
-                write_json(out / FILE_NAME, {**head, **document, name: {**found, "made_by": _made_by()}})
+                write_json(out / FILE_NAME, {**head, **document, name: {**found, "made_by": made_by}})
                 counts = {key: found[key] for key in ("cases", "kills", "decisions", "wanted") if key in found}
                 progress(f"{name}: {counts}")
     return read_object(out / FILE_NAME)

@@ -22,25 +22,23 @@ from sortrl.errors import SortRLError
 from sortrl.files import read_json, read_object, read_tensors, write_json
 from sortrl.reliability.tiny import tiny_run
 
-# Seconds of processor time after which a run is killed, at most. Short ones hit the stages that write often, long ones
-# the report, whose figures take half of the whole.
-SHORT, LONG = 0.5, 2.5
-STAGES = ("teacher", "collect", "distill", "evaluate", "report")
+# About how much processor time each stage takes. Kills are aimed at stages in turn, or the report, whose figures take half
+# of the whole, would get most of them.
+STAGES = {"teacher": 0.3, "collect": 0.15, "distill": 0.3, "evaluate": 0.15, "report": 1.2}
 
 
 def crashes(kills: int, seed: int, work: Path | None = None) -> Iterator[dict[str, Any]]:
     """Kill runs ``kills`` times in all, each run until it gets through, and compare them with an undisturbed one.
 
-    Children are forked from this process, which has everything imported, so that a start costs nothing; torch must not
-    have used more than one thread before. Yields what was found so far after every run that got through. Those are kept in
+    Children are forked from this process, so that a start costs nothing; torch must not have used more than one thread
+    before. Yields what was found so far after every run that got through. Those are kept in
     ``work``, and the same call goes on after them.
     """
     runs: list[dict[str, Any]] = []
     revision = provenance.versions().get("revision", "unknown")  # asked now: what is committed later is not what runs
     with tempfile.TemporaryDirectory(prefix="sortrl-kill-") as scratch:
         undisturbed = Path(scratch) / "undisturbed"
-        if _start(undisturbed, None) != 0:
-            raise SortRLError("crashes: the undisturbed run failed; there is nothing to compare with.")
+        tiny_run(undisturbed)  # here, so that children find everything imported
         expected = fingerprint(undisturbed)
         found = _joined(runs, kills, seed)
         while found["kills"] < kills:
@@ -71,12 +69,12 @@ def _joined(runs: list[dict[str, Any]], kills: int, seed: int) -> dict[str, Any]
 
 
 def _one_run(out: Path, rng: Random, most: int, expected: Any, revision: str) -> dict[str, Any]:
-    """Start a run again and again, killing it (``most`` times at most), until it gets through."""
+    """Start a run again and again, killing it twice in every stage (``most`` times at most); then it must get through."""
     counts: Counter[str] = Counter()
     problems: list[str] = []
-    while True:
-        limit = rng.uniform(0.0, rng.choice((SHORT, SHORT, LONG))) if counts.total() < most else None
-        code = _start(out, limit)
+    aims = [(stage, rng.uniform(0.0, STAGES[stage])) for stage in STAGES for _ in range(2)]
+    for aim in [*aims[:most], None]:
+        code = _start(out, aim)
         if code == 0:
             break
         if code != -signal.SIGKILL:
@@ -89,8 +87,10 @@ def _one_run(out: Path, rng: Random, most: int, expected: Any, revision: str) ->
     return {"by_stage": dict(counts), "same_bits": same, "problems": problems, "revision": revision}
 
 
-def _start(out: Path, cpu_seconds: float | None) -> int:
-    """A run in a child; killed when it has used ``cpu_seconds``. Returns its exit code, negative for a signal."""
+def _start(out: Path, aim: tuple[str, float] | None) -> int:
+    """A run in a child, killed when it has spent so much processor time in a stage. Returns its exit code, negative for
+    a signal.
+    """
     child = os.fork()
     if child == 0:
         code = 1
@@ -102,10 +102,14 @@ def _start(out: Path, cpu_seconds: float | None) -> int:
             traceback.print_exc()
         finally:
             os._exit(code)  # not through the parent's exit handlers
-    if cpu_seconds is not None:
-        clock = (~child << 3) | 2  # the processor-time clock of another process: see clock_getcpuclockid(3)
+    if aim is not None:
+        stage, cpu_seconds = aim
+        clock, reached = (~child << 3) | 2, None  # the processor-time clock of another process: clock_getcpuclockid(3)
         while os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
-            if time.clock_gettime(clock) >= cpu_seconds:
+            used = time.clock_gettime(clock)
+            if reached is None and list(STAGES).index(stage_of(out)) >= list(STAGES).index(stage):
+                reached = used
+            if reached is not None and used - reached >= cpu_seconds:
                 os.kill(child, signal.SIGKILL)
                 break
             time.sleep(0.001)
