@@ -192,7 +192,8 @@ def _side_by_side(env_id: str, n: int) -> Any:
 
 def capture(model: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Everything a segment starts from: tensors, and numbers as JSON has them."""
-    tensors = prefixed("policy", model.policy.state_dict())
+    # Copies, because a CNN that actor and critic share stands there under three names, and a file holds each tensor once.
+    tensors = prefixed("policy", {name: tensor.clone() for name, tensor in model.policy.state_dict().items()})
     tensors |= prefixed("optimizer", optimizer_tensors(model.policy.optimizer))
     counts: dict[str, Any] = {name: int(getattr(model, name, 0)) for name in _COUNTS}
     for name in _statistics(model):
