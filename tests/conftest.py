@@ -18,3 +18,15 @@ def published_teachers() -> Path:
     if not (root / "sb3").is_dir():
         pytest.skip(f"published agents not found in {root}; set SORTRL_TEACHERS")
     return root
+
+
+@pytest.fixture(scope="session")
+def procgen() -> None:
+    """For tests on the games themselves: skips, saying why, where envpool or Qt 5 is missing."""
+    from sortrl.envs.info import make_env
+    from sortrl.errors import MissingDependency
+
+    try:
+        make_env("sortrl/Jumper-train-v0").close()
+    except MissingDependency as error:
+        pytest.skip(str(error))

@@ -118,7 +118,19 @@ class _Recorder:
         self.episode = np.zeros(n, np.int64)
         self.exploring = np.zeros(n, bool)
         self.eps_unit = np.zeros(n)
-        self.steps: list[tuple[Any, ...]] = []
+        # Filled row by row: a hundred thousand images are held once, and twice only while they are put in order.
+        kinds: dict[str, type[np.generic]] = {
+            "labels": np.int64,
+            "episodes": np.int64,
+            "played": np.int64,
+            "rewards": np.float32,
+        }
+        kinds |= {"terminated": np.bool_, "truncated": np.bool_}
+        self.columns: dict[str, npt.NDArray[Any]] = {
+            name: np.zeros(config.states, kind) for name, kind in kinds.items()
+        }
+        self.columns["obs"] = np.zeros((config.states, *info.obs_shape), info.obs_dtype)
+        self.columns["logits"] = np.zeros((config.states, info.n_actions), np.float32)
         self.final_obs: dict[int, npt.NDArray[Any]] = {}
         for slot in range(n):
             self.start(slot)
@@ -137,18 +149,18 @@ class _Recorder:
     def play(self, actor: Actor | None) -> None:
         """One step of every slot (of as many as are still needed)."""
         n = min(len(self.slots), self.config.states - self.n_states)
-        logits = self.scores(self.obs)[:n]
-        labels = logits.argmax(axis=1)
-        played = self.choose(logits, actor)
-        seen, numbers = self.obs[:n].copy(), self.episode[:n].copy()
-        rewards, ended = np.zeros(n, np.float32), np.zeros((2, n), bool)
+        now = {name: column[self.n_states : self.n_states + n] for name, column in self.columns.items()}
+        now["obs"][:], now["episodes"][:] = self.obs[:n], self.episode[:n]
+        logits = now["logits"][:] = self.scores(self.obs)[:n]
+        now["labels"][:] = logits.argmax(axis=1)
+        played = now["played"][:] = self.choose(logits, actor)
+        self.slots.begin(range(n), played)
         for slot in range(n):
-            self.obs[slot], rewards[slot], done = self.slots.step(slot, int(played[slot]))
-            ended[:, slot] = self.slots.terminated[slot], self.slots.truncated[slot]
+            self.obs[slot], now["rewards"][slot], done = self.slots.step(slot, int(played[slot]))
+            now["terminated"][slot], now["truncated"][slot] = self.slots.terminated[slot], self.slots.truncated[slot]
             if done:
                 self.final_obs[int(self.episode[slot])] = self.obs[slot].copy()
                 self.start(slot)
-        self.steps.append((seen, labels, logits, numbers, played, rewards, *ended))
         self.n_states += n
 
     def scores(self, obs: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
@@ -187,17 +199,20 @@ class _Recorder:
 
     def finish(self, env_id: str) -> Demonstrations:
         """Everything recorded, ordered by episode and time. Episodes that were cut here count as truncated."""
-        columns = [np.concatenate(column) for column in zip(*self.steps, strict=True)]
-        order = np.argsort(columns[3], kind="stable")
-        obs, labels, logits, episodes, played, rewards, terminated, truncated = (column[order] for column in columns)
+        order = np.argsort(self.columns["episodes"], kind="stable")
+        for name in self.columns:
+            self.columns[name] = self.columns[name][order]
+        episodes, terminated = self.columns["episodes"], self.columns["terminated"]
         for slot, episode in enumerate(self.episode):
             self.final_obs.setdefault(int(episode), self.obs[slot].copy())
         last = np.append(episodes[1:] != episodes[:-1], True)
-        truncated = truncated | (last & ~terminated)
+        truncated = self.columns["truncated"] | (last & ~terminated)
         final_obs = np.stack([self.final_obs[int(episode)] for episode in episodes[last]])
         # Episodes started by the last step have no states; numbering skips them by itself.
+        played, rewards = self.columns["played"], self.columns["rewards"]
         transitions = Transitions(played, rewards, terminated, truncated, final_obs)
-        return Demonstrations(env_id, obs, labels.astype(np.int64), logits, episodes, transitions)
+        obs, labels, logits = self.columns["obs"], self.columns["labels"], self.columns["logits"]
+        return Demonstrations(env_id, obs, labels, logits, episodes, transitions)
 
 
 def merge(*demos: Demonstrations) -> Demonstrations:

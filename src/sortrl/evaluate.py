@@ -104,6 +104,7 @@ def evaluate(
                     now[place].changed += 1
                 attacked += len(exposed)
                 queries, gradients = queries + result.queries, gradients + result.gradients
+            envs.begin(playing, actions)
             for (slot, episode), action in zip(list(playing.items()), actions, strict=True):
                 episode.obs, reward, done = envs.step(slot, int(action))
                 episode.total += reward

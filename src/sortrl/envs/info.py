@@ -49,7 +49,8 @@ class EnvInfo:
     """What the rest of the package needs to know about a task.
 
     ``valid_low`` and ``valid_high`` are the declared bounds of raw observations (float64, of shape ``obs_shape``,
-    infinite where there is none); ``max_steps`` is the time limit, None if there is none.
+    infinite where there is none); ``max_steps`` is the time limit, None if there is none. ``action_groups`` tells, for
+    each action of a task that merges equivalent ones, which of the original actions it stands for.
     """
 
     env_id: str
@@ -60,6 +61,8 @@ class EnvInfo:
     obs_names: tuple[str, ...]
     max_steps: int | None
     obs_dtype: np.dtype[Any]
+    action_names: tuple[str, ...] = ()
+    action_groups: tuple[tuple[int, ...], ...] | None = None
 
     @property
     def obs_size(self) -> int:
@@ -70,6 +73,13 @@ class EnvInfo:
     def is_image(self) -> bool:
         """Bytes with three dimensions: pixels in 0..255."""
         return self.obs_dtype == np.uint8 and len(self.obs_shape) == 3
+
+    @property
+    def merged_action(self) -> tuple[int, ...]:
+        """Which action of the task each original action is: the inverse of ``action_groups``."""
+        groups = self.action_groups or tuple((action,) for action in range(self.n_actions))
+        owner = {original: action for action, group in enumerate(groups) for original in group}
+        return tuple(owner[original] for original in sorted(owner))
 
     def raw_units(self, scale: npt.NDArray[np.float64]) -> list[tuple[str, float]]:
         """What one unit of unit space is worth in the raw units of each value; once for all pixels if they are alike."""
@@ -139,6 +149,8 @@ def _info_of(env: gym.Env[Any, Any]) -> EnvInfo:
         obs_names=_obs_names(env_id, shape),
         max_steps=env.spec.max_episode_steps if env.spec is not None else None,
         obs_dtype=np.dtype(observations.dtype),
+        action_names=getattr(env.unwrapped, "action_names", ()),
+        action_groups=getattr(env.unwrapped, "action_groups", None),
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from types import TracebackType
 from typing import Any, Protocol
 
@@ -52,6 +52,13 @@ class EnvSlots:
         self.terminated[slot] = self.truncated[slot] = False
         return np.asarray(obs)
 
+    def begin(self, slots: Iterable[int], actions: Iterable[int]) -> None:
+        """Tell which steps come next. Environments with a thread of their own start them; ``step`` collects the results."""
+        for slot, action in zip(slots, actions, strict=True):
+            begin = getattr(self._envs[slot].unwrapped, "begin", None)
+            if begin is not None:
+                begin(int(action))
+
     def step(self, slot: int, action: int) -> tuple[npt.NDArray[Any], float, bool]:
         """Play one action; returns the raw observation, the reward and whether the episode is over."""
         if not self._playing[slot]:
@@ -89,6 +96,7 @@ def greedy_returns(policy: Predicts, env_id: str, seeds: Sequence[int], slots: i
             obs[slot] = envs.reset(slot, seed)
         while playing:
             actions, _ = policy.predict(np.stack([obs[slot] for slot in playing]))
+            envs.begin(playing, actions)
             for slot, action in zip(list(playing), actions, strict=True):
                 obs[slot], reward, done = envs.step(slot, int(action))
                 returns[playing[slot]] += reward

@@ -6,6 +6,7 @@ from sortrl.teachers.architecture import Architecture
 from sortrl.teachers.config import DQN_TEACHERS, PQN_TEACHERS, TEACHERS, PQNConfig, TeacherConfig, teacher_preset
 from sortrl.teachers.load import load_teacher
 from sortrl.teachers.normalization import load_normalizer, save_normalizer
+from sortrl.teachers.sampling import sampled
 from sortrl.teachers.smoothing import smoothed
 from sortrl.teachers.teacher import Teacher
 from sortrl.teachers.train import train_teacher
@@ -20,6 +21,7 @@ __all__ = [
     "TeacherConfig",
     "load_normalizer",
     "load_teacher",
+    "sampled",
     "save_normalizer",
     "smoothed",
     "teacher_preset",

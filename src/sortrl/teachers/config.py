@@ -134,6 +134,32 @@ class PQNConfig(TeacherConfig):
             raise SortRLError("PQNConfig: longest_run must be at least 1, and stagger 0 or more.")
 
 
+@dataclass(frozen=True)
+class ImagePPOConfig(TeacherConfig):
+    """PPO on images, with the published settings for ProcGen (Cobbe et al., 2020) but for the network, which is small enough
+    to be trained on one core, and for smaller batches, which make more of few steps."""
+
+    algorithms: ClassVar[tuple[Algorithm, ...]] = ("ppo",)
+
+    eval_every: int = 131_072
+    eval_episodes: int = 40
+    confirm_episodes: int = 200
+    n_envs: int = 64
+    n_steps: int = 256
+    batch_size: int = 1024
+    n_epochs: int = 3
+    gamma: float = 0.999
+    ent_coef: float = 0.01
+    learning_rate: float = 5e-4
+    normalize_obs: bool = False
+    normalize_reward: bool = True
+    hidden: tuple[int, ...] = ()
+    channels: tuple[int, ...] = (16, 32, 32)
+    """Channels of the three convolutions."""
+    cnn_features: int = 256
+    """Width of the layer between the convolutions and the hidden layers."""
+
+
 # Started from the RL Baselines3 Zoo; targets lie above what the tests demand of 100 fresh episodes.
 TEACHERS: dict[str, TeacherConfig] = {
     "CartPole-v1": TeacherConfig(
@@ -181,6 +207,8 @@ TEACHERS: dict[str, TeacherConfig] = {
         gamma=0.999,
         ent_coef=0.01,
     ),
+    "sortrl/Coinrun-train-v0": ImagePPOConfig(total_steps=8_126_464, target_return=8.0),
+    "sortrl/Jumper-train-v0": ImagePPOConfig(total_steps=25_034_752, target_return=8.0),
 }
 
 DQN_TEACHERS: dict[str, TeacherConfig] = {

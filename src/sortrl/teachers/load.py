@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,8 @@ from torch import Tensor, nn
 from sortrl.envs import EnvInfo, describe
 from sortrl.errors import SortRLError
 from sortrl.normalizer import Normalizer
-from sortrl.teachers import sb3
+from sortrl.teachers import impala, sb3
+from sortrl.teachers.architecture import Merge
 from sortrl.teachers.normalization import from_vecnormalize, load_normalizer
 from sortrl.teachers.teacher import FILE_NAME, CallableBody, Teacher
 
@@ -28,19 +30,23 @@ def load_teacher(
     normalizer: Normalizer | None = None,
     vecnormalize: Any = None,
     allow_pickle: bool = False,
+    merge: Merge = "sum",
 ) -> Teacher:
     """Turn a trained agent into a :class:`Teacher`.
 
     ``source`` is one of
 
-    - a path: a Stable-Baselines3 zip (PPO, A2C, DQN, QR-DQN; never unpickled), or what ``Teacher.save`` wrote;
+    - a path: a Stable-Baselines3 zip (PPO, A2C, DQN, QR-DQN; never unpickled), an IMPALA checkpoint as published for
+      ProcGen (``.pt``; only its tensors are read), or what ``Teacher.save`` wrote;
     - a Stable-Baselines3 model; the statistics of its ``VecNormalize`` are taken along;
     - a torch module that maps normalised observations to scores (it is copied, then frozen);
     - any callable that maps a numpy batch of raw observations to actions or scores. It has no gradient.
 
     ``env_id`` is needed for modules and callables, which do not tell their shapes; otherwise it is checked against the
-    agent. ``normalizer`` (or ``vecnormalize``: a VecNormalize, or the path of its file) is the normalisation the agent
-    was trained behind. A pickled file is opened only with ``allow_pickle``.
+    agent, and in an actor-critic over more actions than the task has, equivalent ones become one. With ``merge="sum"``
+    their probabilities add up: its sampled play stays the same. With "max" its greedy play does. ``normalizer`` (or
+    ``vecnormalize``: a VecNormalize, or the path of its file) is the normalisation the agent was trained behind. A
+    pickled file is opened only with ``allow_pickle``.
 
     >>> teacher = load_teacher(lambda obs: (obs[:, 2] > 0).astype(int), env_id="CartPole-v1")
     >>> teacher.predict(np.array([0.0, 0.0, 0.1, 0.0]))[0]
@@ -73,8 +79,22 @@ def load_teacher(
             "saved teacher, a Stable-Baselines3 model, a torch module or a callable."
         )
     if info is not None:
+        teacher = _merged(teacher, info, merge)
         check_fit(teacher, info)
     return teacher
+
+
+def _merged(teacher: Teacher, info: EnvInfo, merge: Merge) -> Teacher:
+    """An actor-critic over a task's original actions, made one over the actions of the task, which merges equivalent ones."""
+    groups, architecture = info.action_groups, teacher.architecture
+    if groups is None or architecture is None or not teacher.is_stochastic:
+        return teacher
+    if teacher.n_actions != len(info.merged_action) or architecture.action_groups:
+        return teacher
+    merged = replace(architecture, n_actions=len(groups), action_groups=groups, merge=merge)
+    body = merged.build()
+    body.load_state_dict(teacher.body.state_dict())  # merging has no parameters
+    return Teacher(body, teacher.normalizer, len(groups), teacher.name, teacher.algorithm, merged)
 
 
 def _given_normalizer(normalizer: Normalizer | None, vecnormalize: Any, allow_pickle: bool) -> Normalizer | None:
@@ -99,6 +119,8 @@ def _from_path(path: Path, normalizer: Normalizer | None) -> Teacher:
     if path.is_dir() or path.suffix == ".safetensors":
         teacher = Teacher.load(path)
         return teacher if normalizer is None else _with_normalizer(teacher, normalizer)
+    if path.suffix in (".pt", ".pth"):
+        return _from_agent(impala.read_checkpoint(path), normalizer, path.stem)
     agent = sb3.read_zip(path)
     if agent.facts.vecnormalized and normalizer is None:
         warnings.warn(

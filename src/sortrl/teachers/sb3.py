@@ -82,7 +82,7 @@ def read_zip(path: Path) -> Agent:
             if "policy.pth" not in archive.namelist():
                 found = ", ".join(archive.namelist()[:8]) or "nothing"
                 raise SortRLError(f"{path} is not a Stable-Baselines3 agent: no policy.pth in it, found {found}.")
-            state = _read_state(_read_member(archive, "policy.pth", MAX_BYTES, path), path)
+            state = read_state(_read_member(archive, "policy.pth", MAX_BYTES, path), path)
             facts = _facts_of_data(archive, path) if "data" in archive.namelist() else AgentFacts()
     except SortRLError:
         raise
@@ -173,6 +173,7 @@ def _architecture(
         trunk=trunk,
         cnn_features=int(weights[0].shape[1]) if trunk == "nature_cnn" else 512,
         n_quantiles=n_quantiles,
+        channels=_channels(layers[0:n_trunk:2]),
     )
     # On the meta device: compare shapes before any memory is spent on what the file claims.
     with torch.device("meta"):
@@ -181,6 +182,12 @@ def _architecture(
     if found != expected:
         raise SortRLError(f"{where}: layers have shapes {found}, expected {expected} for {architecture}.")
     return architecture
+
+
+def _channels(weights: list[Tensor]) -> tuple[int, ...]:
+    """Of the convolutions of a NatureCNN, where they are not its usual ones; the caller compares all the shapes."""
+    found = tuple(len(weight) for weight in weights if weight.ndim == 4)
+    return found if len(found) == 3 and found != (32, 64, 64) else ()
 
 
 def _take(tensors: dict[str, Tensor], prefix: str, ndim: int, where: str) -> list[Tensor]:
@@ -213,26 +220,26 @@ def _read_member(archive: zipfile.ZipFile, name: str, cap: int, path: Path) -> b
     return archive.read(name)
 
 
-def _read_state(content: bytes, path: Path) -> dict[str, Tensor]:
-    _check_pickles(content, path)
+def read_state(content: bytes, path: Path, what: str = "policy.pth") -> dict[str, Tensor]:
+    """The tensors that ``torch.save`` wrote, and nothing else; ``what`` names them in errors."""
+    _check_pickles(content, f"{path}: {what}")
     try:
         state = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
     # torch raises UnpicklingError, RuntimeError, EOFError, KeyError, ... according to where the damage is.
     except Exception as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise SortRLError(f"{path}: policy.pth holds something else than tensors, or is damaged ({reason}).") from error
+        raise SortRLError(f"{path}: {what} holds something else than tensors, or is damaged ({reason}).") from error
     if not isinstance(state, dict) or not all(isinstance(value, Tensor) for value in state.values()):
-        raise SortRLError(f"{path}: policy.pth is not a dictionary of tensors. Save the agent with model.save().")
+        raise SortRLError(f"{path}: {what} is not a dictionary of tensors. Save the agent with model.save().")
     if sum(tensor.numel() for tensor in state.values()) * 4 > MAX_BYTES:
-        raise SortRLError(f"{path}: policy.pth claims tensors of more than {MAX_BYTES} bytes. Not loaded.")
+        raise SortRLError(f"{path}: {what} claims tensors of more than {MAX_BYTES} bytes. Not loaded.")
     if not all(bool(torch.isfinite(tensor).all()) for tensor in state.values()):
         raise SortRLError(f"{path}: its weights contain NaN or infinity; the training diverged.")
     return {str(name): tensor for name, tensor in state.items()}
 
 
-def _check_pickles(content: bytes, path: Path) -> None:
+def _check_pickles(content: bytes, where: str) -> None:
     """Refuse what is not a dictionary of tensors before torch opens it: weights_only bounds neither memory nor time."""
-    where = f"{path}: policy.pth"
     if zipfile.is_zipfile(io.BytesIO(content)):  # since torch 1.6 the file is itself a zip, whose members may be packed
         with zipfile.ZipFile(io.BytesIO(content)) as inner:
             if sum(member.file_size for member in inner.infolist()) > MAX_BYTES:

@@ -20,10 +20,11 @@ from torch import Tensor
 from sortrl.checkpoint import damage_named, optimizer_tensors, part, prefixed, restore_optimizer
 from sortrl.envs import describe
 from sortrl.envs.info import make_env
+from sortrl.envs.procgen import ProcgenEnv
 from sortrl.errors import SortRLError
 from sortrl.files import read_object, read_tensors, write_json, write_tensors
 from sortrl.memory import require
-from sortrl.teachers.config import PQNConfig, TeacherConfig, teacher_preset
+from sortrl.teachers.config import ImagePPOConfig, PQNConfig, TeacherConfig, teacher_preset
 from sortrl.teachers.grading import Progress, generators_restored, grade, one_thread
 from sortrl.teachers.load import load_teacher
 from sortrl.teachers.pq import train_pqn
@@ -114,9 +115,10 @@ def _run_segment(model: Any, config: TeacherConfig, seed: int, segment: int) -> 
 def make_model(env_id: str, config: TeacherConfig) -> Any:
     """A Stable-Baselines3 model with its normalised environments, untrained."""
     from stable_baselines3 import DQN, PPO
-    from stable_baselines3.common.vec_env import DummyVecEnv, VecNormalize
+    from stable_baselines3.common.vec_env import VecNormalize
 
-    plain = DummyVecEnv([lambda: make_env(env_id)] * config.n_envs)
+    plain = _side_by_side(env_id, config.n_envs)
+    policy = "CnnPolicy" if len(plain.observation_space.shape) == 3 else "MlpPolicy"
     env = VecNormalize(plain, norm_obs=config.normalize_obs, norm_reward=config.normalize_reward, gamma=config.gamma)
     progressed: list[Any] = []  # filled below: schedules must see the whole training, not the segment under way
 
@@ -130,14 +132,14 @@ def make_model(env_id: str, config: TeacherConfig) -> Any:
         "learning_rate": scheduled(config.learning_rate),
         "gamma": config.gamma,
         "batch_size": config.batch_size,
-        "policy_kwargs": {"net_arch": list(config.hidden)},
+        "policy_kwargs": {"net_arch": list(config.hidden), **_convolutions(config)},
         "device": "cpu",
     }
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         if config.algorithm == "ppo":
             model: Any = PPO(
-                "MlpPolicy",
+                policy,
                 env,
                 n_steps=config.n_steps,
                 n_epochs=config.n_epochs,
@@ -151,7 +153,7 @@ def make_model(env_id: str, config: TeacherConfig) -> Any:
             size = 2 * config.buffer_size * info.obs_size * info.obs_dtype.itemsize
             require(f"A replay buffer of {config.buffer_size} steps", size, "lower buffer_size")
             model = DQN(
-                "MlpPolicy",
+                policy,
                 env,
                 buffer_size=config.buffer_size,
                 learning_starts=config.learning_starts,
@@ -166,9 +168,32 @@ def make_model(env_id: str, config: TeacherConfig) -> Any:
     return model
 
 
+def _convolutions(config: TeacherConfig) -> dict[str, Any]:
+    if not isinstance(config, ImagePPOConfig):
+        return {}
+    from sortrl.teachers.pool import Convolutions
+
+    sizes = {"features_dim": config.cnn_features, "channels": config.channels}
+    return {"features_extractor_class": Convolutions, "features_extractor_kwargs": sizes}
+
+
+def _side_by_side(env_id: str, n: int) -> Any:
+    """``n`` environments as one that Stable-Baselines3 can train on."""
+    from stable_baselines3.common.vec_env import DummyVecEnv
+
+    from sortrl.teachers.pool import PoolVecEnv
+
+    one = make_env(env_id).unwrapped
+    if isinstance(one, ProcgenEnv):
+        return PoolVecEnv(one, n)
+    one.close()
+    return DummyVecEnv([lambda: make_env(env_id)] * n)
+
+
 def capture(model: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Everything a segment starts from: tensors, and numbers as JSON has them."""
-    tensors = prefixed("policy", model.policy.state_dict())
+    # Copies, because a CNN that actor and critic share stands there under three names, and a file holds each tensor once.
+    tensors = prefixed("policy", {name: tensor.clone() for name, tensor in model.policy.state_dict().items()})
     tensors |= prefixed("optimizer", optimizer_tensors(model.policy.optimizer))
     counts: dict[str, Any] = {name: int(getattr(model, name, 0)) for name in _COUNTS}
     for name in _statistics(model):
