@@ -107,9 +107,23 @@ def certificates_table(results: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def images_table(results: dict[str, Any]) -> str:
+    """Median radii where there are too many pixels for a complete search: what the valid range adds."""
+    lines = [
+        "| task, median radius | states | half the margin | intervals | intervals, valid pixels only | smallest attack found |",
+        "|---|---|---|---|---|---|",
+    ]
+    for task, found in results["images"].items():
+        medians = [found["medians"][name] for name in ("margin", "interval", "clipped", "attack")]
+        cells = [f"{math.floor(median * 1000) / 1000:.3f}" for median in medians]
+        lines.append(f"| {task} | {found['states']} | {' | '.join(cells)} ({found['attack']}) |")
+    return "\n".join(lines)
+
+
 TABLES = {
     "cartpole": ("cartpole", cartpole_table),
     "certificates": ("certificates", certificates_table),
+    "images": ("certificates", images_table),
     "fig1": ("fig1", fig1_table),
     "suites": ("fig1", suites_table),
     "bench": ("bench", bench_table),
