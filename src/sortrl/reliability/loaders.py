@@ -86,6 +86,7 @@ def loaders(work: Path) -> list[Loader]:
             lambda f: load_teacher(f, ENV),
             ("robustify", ENV, "--teacher", "{file}", "--out", "{folder}/new"),
         ),
+        Loader("IMPALA agent", work / "impala.pt", mutations.TORCH, load_teacher),
         Loader(
             "results.json", _copy(run / "results.json", work / "report"), text, _read_results, ("report", "{folder}")
         ),
@@ -133,6 +134,8 @@ def _other_files(work: Path, run: Path) -> None:
     small = {"net_arch": [4]}
     PPO("MlpPolicy", env, n_steps=8, batch_size=8, device="cpu", policy_kwargs=small).save(work / "agent.zip")
     env.close()
+    network = Architecture((3, 16, 16), 16, (), "ReLU", "impala", cnn_features=4, channels=(2, 2, 2))
+    torch.save({f"model.{name}": tensor for name, tensor in network.build().state_dict().items()}, work / "impala.pt")
     (work / "film").mkdir()
     (work / "film" / FILM).write_bytes(b"GIF89a" + bytes(100))
 

@@ -216,13 +216,18 @@ def edit_member(content: bytes, rng: Random) -> bytes:
 def edit_inner(content: bytes, rng: Random) -> bytes:
     """Damage inside a member of ``policy.pth``, which is a zip of its own."""
     members = _members(content)
-    inner = _members(members["policy.pth"])
+    return _zipped(members | {"policy.pth": edit_state(members["policy.pth"], rng)})
+
+
+def edit_state(content: bytes, rng: Random) -> bytes:
+    """Damage inside a member of what ``torch.save`` wrote, or code in place of its pickle."""
+    inner = _members(content)
     name = rng.choice([name for name in inner if inner[name]])
     damaged = inner | {name: rng.choice(list(BLIND.values()))(inner[name], rng)}
     if rng.random() < 0.2:
         pickled = next(name for name in inner if name.endswith("data.pkl"))
         damaged = inner | {pickled: rng.choice(traps())}
-    return _zipped(members | {"policy.pth": _zipped(damaged)})
+    return _zipped(damaged)
 
 
 def climb(content: bytes, rng: Random) -> bytes:
@@ -253,6 +258,12 @@ ZIP: dict[str, Mutation] = {
     **BLIND,
     "damaged member": edit_member,
     "damaged inner member": edit_inner,
+    "climbing names and links": climb,
+    "zip bomb": bomb,
+}
+TORCH: dict[str, Mutation] = {
+    **BLIND,
+    "damaged member": edit_state,
     "climbing names and links": climb,
     "zip bomb": bomb,
 }

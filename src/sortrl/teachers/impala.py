@@ -14,15 +14,14 @@ import torch
 from torch import Tensor
 
 from sortrl.errors import SortRLError
+from sortrl.files import regular_file
 from sortrl.teachers import sb3
 from sortrl.teachers.architecture import Architecture
 
 
 def read_checkpoint(path: Path) -> sb3.Agent:
     """Read a published checkpoint (``.pt``) without unpickling anything but tensors."""
-    if path.stat().st_size > sb3.MAX_BYTES:
-        raise SortRLError(f"{path} has more than {sb3.MAX_BYTES} bytes, which no such agent needs. Not opened.")
-    state = sb3.read_state(path.read_bytes(), path, "the file")
+    state = sb3.read_state(regular_file(path, sb3.MAX_BYTES).read_bytes(), path, "the file")
     tensors = {name.removeprefix("model."): tensor for name, tensor in state.items() if name.startswith("model.")}
     architecture = _architecture(tensors, state, path)
     head = len(architecture.build()) - 1
