@@ -130,7 +130,7 @@ def convert(state: Mapping[str, Tensor], facts: AgentFacts, where: str) -> Agent
     n_trunk = len(layers)
     for head in heads:
         layers += _take(tensors, head, 2, where)
-    if "action_net.weight" in tensors:
+    if "action_net.weight" in tensors and "action_net.bias" in tensors:
         layers += [tensors.pop("action_net.weight"), tensors.pop("action_net.bias")]
     if tensors or len(layers) == n_trunk:
         raise _unknown_layout(state, where)
@@ -222,10 +222,12 @@ def _read_member(archive: zipfile.ZipFile, name: str, cap: int, path: Path) -> b
 
 def read_state(content: bytes, path: Path, what: str = "policy.pth") -> dict[str, Tensor]:
     """The tensors that ``torch.save`` wrote, and nothing else; ``what`` names them in errors."""
-    _check_pickles(content, f"{path}: {what}")
     try:
+        _check_pickles(content, f"{path}: {what}")
         state = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
-    # torch raises UnpicklingError, RuntimeError, EOFError, KeyError, ... according to where the damage is.
+    except SortRLError:
+        raise
+    # zipfile and torch raise BadZipFile, UnpicklingError, RuntimeError, KeyError, ... according to where the damage is.
     except Exception as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise SortRLError(f"{path}: {what} holds something else than tensors, or is damaged ({reason}).") from error
