@@ -62,9 +62,11 @@ def bench_table(results: dict[str, Any]) -> str:
     return bench.table(results).strip()
 
 
-def cartpole_table(results: dict[str, Any]) -> str:
-    """Teacher and student of the demo, clean and attacked, with the share of states that is certified."""
-    lines = ["| CartPole-v1, ε in standard deviations | " + " | ".join(_levels(results)) + " |"]
+def run_table(results: dict[str, Any]) -> str:
+    """Teacher and student of a run, clean and attacked, with the share of states that is certified."""
+    image = len(results["env"].get("obs_shape", [])) == 3
+    unit = "where black is 0 and white is 1" if image else "in standard deviations"
+    lines = [f"| {results['env']['id']}, ε {unit} | " + " | ".join(_levels(results)) + " |"]
     lines.append("|---" * (1 + len(_levels(results))) + "|")
     levels = _levels(results)
     for policy in ("teacher", "student"):
@@ -121,7 +123,8 @@ def images_table(results: dict[str, Any]) -> str:
 
 
 TABLES = {
-    "cartpole": ("cartpole", cartpole_table),
+    "cartpole": ("cartpole", run_table),
+    "breakout": ("breakout", run_table),
     "certificates": ("certificates", certificates_table),
     "images": ("certificates", images_table),
     "fig1": ("fig1", fig1_table),

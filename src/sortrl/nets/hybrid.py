@@ -21,7 +21,7 @@ from torch.nn import functional
 from sortrl.errors import SortRLError
 from sortrl.nets.bounds import RADIUS_DOWN, score_bounds, traced_scores
 from sortrl.nets.certified import CertifiedPolicy, Decided, load_policy, ranked
-from sortrl.nets.policy import SortPolicy
+from sortrl.nets.policy import PolicyConfig, SortPolicy
 from sortrl.normalizer import Normalizer
 
 REACH = 4.0  # radii are not sought beyond this
@@ -131,23 +131,11 @@ def _lost(centre: Tensor, radius: Tensor, weight: Tensor, bias: Tensor) -> Tenso
 
 
 @dataclass(frozen=True)
-class HybridConfig:
-    """The shape of a :class:`HybridPolicy`; enough to build it again."""
+class HybridConfig(PolicyConfig):
+    """The shape of a :class:`HybridPolicy`: ``width`` is also the number of features that the linear layers get."""
 
-    obs_shape: tuple[int, ...]
-    n_actions: int
-    width: int = 640
-    """Units per sort layer, and features for the linear layers."""
-    depth: int = 5
-    """Sort layers over the whole input."""
-    rho: float = 0.3
     hidden: tuple[int, ...] = (256,)
     """Widths between the linear layers."""
-    scale: float = 1.0
-    crop: tuple[int, ...] = (0, 0, 0, 0)
-    pool: int = 1
-    mask_chunk: int = 128
-    conv: tuple[tuple[int, int, int], ...] = ()
 
 
 class HybridPolicy(CertifiedPolicy):
@@ -171,8 +159,6 @@ class HybridPolicy(CertifiedPolicy):
     ) -> None:
         super().__init__()
         self.config = HybridConfig(tuple(obs_shape), int(n_actions), *arguments, **named)
-        if self.config.n_actions < 2:
-            raise SortRLError(f"HybridPolicy: {n_actions} actions, expected at least 2.")
         shape = {name: value for name, value in asdict(self.config).items() if name not in ("n_actions", "hidden")}
         self.trunk = SortPolicy(n_actions=self.config.width, normalizer=normalizer, **shape)
         self.head = IntervalHead(self.config.width, self.config.hidden, self.config.n_actions)
