@@ -83,7 +83,7 @@ def test_the_network_is_normalised_and_saved(tmp_path):
     assert Architecture.from_json(architecture.to_json()) == architecture
     with pytest.raises(SortRLError, match="too small"):
         Architecture((1, 84, 84), 4, (256,), "ReLU", "norm_cnn", channels=(8, 8, 8, 8)).build()
-    with pytest.raises(SortRLError, match="channels belong"):
+    with pytest.raises(SortRLError, match="do not belong to a norm_cnn"):
         Architecture((1, 84, 84), 4, (256,), "ReLU", "norm_cnn")
     with pytest.raises(SortRLError, match="sees images"):
         Architecture((4,), 4, (256,), "ReLU", "norm_cnn", channels=(8,))
