@@ -88,6 +88,7 @@ sortrl.robustify(balancer(), "CartPole-v1", 0.05, out=sys.argv[1], **SMALL)
 """
 
 
+@pytest.mark.slow  # on a smaller run, at random moments, test_reliability.py does the same in seconds
 def test_a_killed_run_continues_and_ends_with_the_same_weights(tmp_path):
     """SIGKILL at three moments; the last start finishes, bit for bit as an undisturbed run."""
 
