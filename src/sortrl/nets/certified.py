@@ -6,8 +6,9 @@ import copy
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +19,9 @@ from sortrl.errors import SortRLError
 from sortrl.files import read_tensors, write_tensors
 from sortrl.normalizer import Normalizer, stored_normalizer
 from sortrl.records import Certificate, Decision
+
+if TYPE_CHECKING:
+    from typing_extensions import Self  # in typing since Python 3.11
 
 FORMAT_VERSION = 1
 FILE_NAME = "policy.safetensors"
@@ -33,14 +37,18 @@ class CertifiedPolicy(nn.Module, ABC):
     kind: str
     """Which subclass a file is of."""
     normalizer: Normalizer
+    config: Any
+    """A dataclass with ``obs_shape``, ``n_actions`` and what else it takes to build the policy again."""
 
     @property
-    @abstractmethod
-    def obs_shape(self) -> tuple[int, ...]: ...
+    def obs_shape(self) -> tuple[int, ...]:
+        shape: tuple[int, ...] = self.config.obs_shape  # a tuple already: this is asked at every step
+        return shape
 
     @property
-    @abstractmethod
-    def n_actions(self) -> int: ...
+    def n_actions(self) -> int:
+        n_actions: int = self.config.n_actions
+        return n_actions
 
     @property
     @abstractmethod
@@ -74,9 +82,9 @@ class CertifiedPolicy(nn.Module, ABC):
         The others provably cannot be forced; these perhaps cannot either: it is what is possible at most.
         """
 
-    @abstractmethod
     def describe(self) -> dict[str, Any]:
-        """The configuration as plain JSON values."""
+        """The configuration, for JSON."""
+        return asdict(self.config)
 
     @property
     def parameter_count(self) -> int:
@@ -152,6 +160,13 @@ class CertifiedPolicy(nn.Module, ABC):
         metadata = {"format": FORMAT_VERSION, "kind": self.kind, "config": self.describe()}
         metadata["clip"] = None if math.isinf(clip) else clip
         write_tensors(Path(path) / FILE_NAME, self.state_dict(), metadata)
+
+    @classmethod
+    def load(cls, path: str | Path) -> Self:
+        """Read what :meth:`save` wrote, from the directory or the file itself."""
+        policy = load_policy(path, {cls.kind: cls})
+        assert isinstance(policy, cls)
+        return policy
 
 
 class _Classifier(nn.Module):

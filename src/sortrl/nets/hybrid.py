@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from dataclasses import asdict, dataclass
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,7 +19,7 @@ from torch.nn import functional
 
 from sortrl.errors import SortRLError
 from sortrl.nets.bounds import RADIUS_DOWN, score_bounds, traced_scores
-from sortrl.nets.certified import CertifiedPolicy, Decided, load_policy, ranked
+from sortrl.nets.certified import CertifiedPolicy, Decided, ranked
 from sortrl.nets.policy import PolicyConfig, SortPolicy
 from sortrl.normalizer import Normalizer
 
@@ -168,14 +167,6 @@ class HybridPolicy(CertifiedPolicy):
         return self.trunk.normalizer
 
     @property
-    def obs_shape(self) -> tuple[int, ...]:
-        return self.config.obs_shape
-
-    @property
-    def n_actions(self) -> int:
-        return self.config.n_actions
-
-    @property
     def lipschitz(self) -> float:
         """Of the sort layers and the head together: a loose bound, which certificates do not rest on."""
         return self.trunk.lipschitz * self.head.lipschitz
@@ -235,13 +226,3 @@ class HybridPolicy(CertifiedPolicy):
     def proven(self, lo: Tensor, hi: Tensor, action: Tensor) -> Tensor:
         low, high = score_bounds(self.trunk, lo, hi)
         return (self.head.leads_over(low, high, action, careful=True) > 0).all(1)
-
-    def describe(self) -> dict[str, Any]:
-        return asdict(self.config)
-
-    @classmethod
-    def load(cls, path: str | Path) -> HybridPolicy:
-        """Read what :meth:`save` wrote, from the directory or the file itself."""
-        policy = load_policy(path, {cls.kind: cls})
-        assert isinstance(policy, cls)
-        return policy

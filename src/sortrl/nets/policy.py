@@ -5,9 +5,9 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from sortrl.errors import SortRLError
 from sortrl.memory import require
 from sortrl.nets.bounds import ErrorBound, FrontEnd, decide_one, error_bound, margin_radius, proven, traced_scores
-from sortrl.nets.certified import CertifiedPolicy, Decided, load_policy, overflow, ranked
+from sortrl.nets.certified import CertifiedPolicy, Decided, overflow, ranked
 from sortrl.nets.layers import AveragePool, Crop, MeanShift, Scale, SortConv, SortLinear
 from sortrl.normalizer import Normalizer
 from sortrl.records import Decision
@@ -146,14 +146,6 @@ class SortPolicy(CertifiedPolicy):
         return self
 
     @property
-    def obs_shape(self) -> tuple[int, ...]:
-        return self.config.obs_shape
-
-    @property
-    def n_actions(self) -> int:
-        return self.config.n_actions
-
-    @property
     def lipschitz(self) -> float:
         """The l_inf constant of :meth:`scores` with respect to unit-space input: the product over the parts."""
         parts: list[SortLinear | MeanShift] = [*self.layers, *self.shifts]
@@ -274,13 +266,3 @@ class SortPolicy(CertifiedPolicy):
         from sortrl.nets.export import export_onnx  # it knows this class, and few users need it
 
         export_onnx(self, path)
-
-    def describe(self) -> dict[str, Any]:
-        return asdict(self.config)
-
-    @classmethod
-    def load(cls, path: str | Path) -> SortPolicy:
-        """Read what :meth:`save` wrote, from the directory or the file itself."""
-        policy = load_policy(path, {cls.kind: cls})
-        assert isinstance(policy, cls)
-        return policy
