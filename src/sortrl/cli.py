@@ -96,7 +96,7 @@ def evaluate(
     """Returns under attack beside clean returns, the student's beside the teacher's.
 
     Args:
-        run: Directory of a run.
+        run: Directory of a run, or zoo:NAME.
         attack: pgd-<steps>, fgsm or noise.
         eps: Perturbation sizes, in the policy's input units.
         episodes: Episodes per point; the same for teacher and student.
@@ -144,7 +144,7 @@ def attack(
     """Attack student and teacher in many ways; the worst return counts.
 
     Args:
-        run: Directory of a run.
+        run: Directory of a run, or zoo:NAME.
         suite: quick (a few attacks), paper (the literature's), auto (strongest per action), full (all, noises, timed, trained adversary).
         eps: Perturbation sizes, in the policy's input units.
         episodes: Episodes per point; the same for every agent and attack.
@@ -192,7 +192,7 @@ def certify(
     states where the policy is least certain.
 
     Args:
-        run: Directory of a run.
+        run: Directory of a run, or zoo:NAME.
         eps: Perturbation sizes, in the policy's input units.
         episodes: Clean episodes to play.
         seed: Chooses the episodes.
@@ -248,8 +248,9 @@ def certify(
     if save is not None:
         _save_certificates(run, env_id, episodes, seed, save)
     _draw_off_screen()
-    missing = found.save_figure(run / FIGURE)
-    print(f"figure: {run / FIGURE}" + ("" if missing is None else f" (without pictures of states: {missing})"))
+    figure = _output_folder(run) / FIGURE
+    missing = found.save_figure(figure)
+    print(f"figure: {figure}" + ("" if missing is None else f" (without pictures of states: {missing})"))
 
 
 def _save_certificates(run: Path, env_id: str, episodes: int, seed: int, path: Path) -> None:
@@ -258,10 +259,11 @@ def _save_certificates(run: Path, env_id: str, episodes: int, seed: int, path: P
     from sortrl.certificate_study import clean_episodes
     from sortrl.certify import save_certificates
     from sortrl.nets import load
+    from sortrl.zoo import locate
 
     policy = load(run)
     states = torch.cat(clean_episodes(policy, env_id, episodes, seed))
-    save_certificates(path, policy, states, policy.certify_unit(states), run)
+    save_certificates(path, policy, states, policy.certify_unit(states), locate(run))
     print(f"certificates: {path} (check them with: sortrl verify {path})")
 
 
@@ -308,11 +310,11 @@ def watch(
     directory, its default place, is also shown in report.html.
 
     Args:
-        run: Directory of a run.
+        run: Directory of a run, or zoo:NAME.
         eps: Perturbation size, in the policy's input units [the one the policy was trained for].
         attack: Name of an attack, or none.
         seed: Chooses the episode.
-        out: File to write [RUN/episode.gif].
+        out: File to write [RUN/episode.gif; for zoo:NAME, runs/zoo-NAME/episode.gif].
         max_steps: Stop after so many steps.
         threads: Threads to use [all cores].
         json: Write actions and radii of every step here.
@@ -330,7 +332,7 @@ def watch(
     env_id, policy, _ = open_run(run)
     size = trained_eps(run) if eps is None else eps
     _check_eps(policy, env_id, (size,))
-    path = out or run / FILM
+    path = out or _output_folder(run) / FILM
     if path.suffix.lower() != ".gif":
         raise SortRLError(f"--out is {path}, expected a name that ends in .gif.")
     chosen = [None] if attack == "none" else [None, attacks.by_name(attack)]
@@ -353,7 +355,7 @@ def export(run: Annotated[Path, tyro.conf.Positional], onnx: Path) -> None:
     """Write the policy of a run as an ONNX file: raw observation in; action, scores and certified radius out.
 
     Args:
-        run: Directory of a run.
+        run: Directory of a run, or zoo:NAME.
         onnx: File to write.
     """
     from sortrl.nets import sort_layers_only
@@ -454,6 +456,33 @@ def reproduce(
     print(f"figure: {out / what}.png")
 
 
+def zoo(
+    name: Annotated[str | None, tyro.conf.Positional] = None, add: Path | None = None, folder: Path = Path("zoo")
+) -> None:
+    """List the trained policies that come with sortrl, show the card of one, or add one from a run.
+
+    Args:
+        name: Show this entry's card; with --add, what to call the new one.
+        add: Directory of a finished run.
+        folder: Where --add writes.
+    """
+    from sortrl import zoo as entries
+    from sortrl.publish import card_text, publish
+
+    if add is not None:
+        if name is None:
+            raise SortRLError("zoo: --add needs a name: sortrl zoo NAME --add RUN.")
+        print(f"entry: {publish(add, name, folder)}")
+        return
+    if name is not None:
+        print(card_text(entries.card(name.removeprefix(entries.PREFIX))), end="")
+        return
+    for entry in entries.names():
+        card = entries.card(entry)
+        clean = next(row["mean"] for row in card["returns"] if row["policy"] == "student" and row["eps"] == 0)
+        print(f"zoo:{entry:<14} {card['env']:<24} clean return {clean:.1f}, trained for eps {card['eps']:g}")
+
+
 def tasks() -> None:
     """List the tasks with settings of their own. Any other Gymnasium id with discrete actions works too."""
     from sortrl.config import TASKS
@@ -518,7 +547,22 @@ def info(json: Path | None = None) -> None:
 
 COMMANDS = {
     f.__name__: f
-    for f in (robustify, evaluate, attack, certify, verify, watch, export, report, reproduce, teach, tasks, bench, info)
+    for f in (
+        robustify,
+        evaluate,
+        attack,
+        certify,
+        verify,
+        watch,
+        export,
+        report,
+        reproduce,
+        teach,
+        tasks,
+        zoo,
+        bench,
+        info,
+    )
 }
 
 
@@ -544,6 +588,13 @@ HELP = "Turn a trained RL agent into one whose every decision carries a robustne
 def _draw_off_screen() -> None:
     """Pictures are drawn into memory; a machine without a display must not be asked for one."""
     os.environ.setdefault("SDL_VIDEODRIVER", "dummy")
+
+
+def _output_folder(run: Path) -> Path:
+    """Where the files of a command go that names no place for them: into the run; never into the zoo."""
+    from sortrl import zoo as entries
+
+    return Path("runs") / str(run).replace(":", "-") if entries.is_entry(run) else run
 
 
 def _check_eps(policy: Any, env_id: str, eps: tuple[float, ...]) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from sortrl import attacks, nets, provenance, report
+from sortrl import attacks, nets, provenance, report, zoo
 from sortrl.attacked import UnderAttack
 from sortrl.attacks.valid import check_eps
 from sortrl.certify import certificate_summary
@@ -315,7 +315,8 @@ class Run:
 
 
 def identity_of(directory: Path) -> dict[str, Any]:
-    """What a run was started with: env, seed, teacher, config."""
+    """What a run, or an entry of the zoo, was started with: env, seed, teacher, config."""
+    directory = zoo.locate(directory)
     if not (directory / "run.json").exists():
         raise SortRLError(
             f"{directory} is not the directory of a run (no run.json). Make one with: sortrl robustify ENV --out {directory}"
@@ -338,7 +339,8 @@ def trained_eps(directory: Path) -> float:
 
 
 def open_run(directory: Path) -> tuple[str, CertifiedPolicy, Teacher | None]:
-    """The environment, the policy and (if it was kept) the teacher of a run."""
+    """The environment, the policy and (if it was kept) the teacher of a run, or of an entry of the zoo."""
+    directory = zoo.locate(directory)
     env_id = identity_of(directory).get("env")
     # A name with a module in front would have Gymnasium import that module: a file must not choose what is run.
     if not isinstance(env_id, str) or ":" in env_id:

@@ -301,9 +301,10 @@ def _pooled(x: Doubles, size: int) -> Doubles:
 
 
 def _hash(tensors: dict[str, Array]) -> str:
+    """Of the weights as they are computed with: those in half precision are widened, which is exact."""
     digest = hashlib.sha256()
     for name in sorted(tensors):
-        array = tensors[name]
+        array = tensors[name].astype("<f4") if tensors[name].dtype == np.float16 else tensors[name]
         digest.update(f"{name}:{array.dtype.str}:{list(array.shape)};".encode())
         digest.update(array.tobytes())
     return digest.hexdigest()

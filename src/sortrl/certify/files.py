@@ -25,10 +25,11 @@ CLAIM = (
 
 
 def weights_hash(tensors: dict[str, Tensor]) -> str:
-    """SHA-256 over names, types, shapes and contents, in the order of names."""
+    """SHA-256 over names, types, shapes and contents, in the order of names; halves count as the floats they become."""
     digest = hashlib.sha256()
     for name in sorted(tensors):
-        array = tensors[name].detach().cpu().contiguous().numpy()
+        tensor = tensors[name].detach().cpu().contiguous()
+        array = (tensor.float() if tensor.dtype == torch.float16 else tensor).numpy()
         digest.update(f"{name}:{array.dtype.str}:{list(array.shape)};".encode())
         digest.update(array.tobytes())
     return digest.hexdigest()

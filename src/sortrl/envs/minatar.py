@@ -12,6 +12,13 @@ import numpy.typing as npt
 from sortrl.errors import MissingDependency
 
 Image = npt.NDArray[np.uint8]
+FRAMES_PER_SECOND = 10
+# One colour per kind of object; where several share a cell, the last is seen.
+COLOURS = np.array(
+    [(31, 119, 180), (255, 127, 14), (44, 160, 44), (214, 39, 40), (148, 103, 189), (140, 86, 75), (227, 119, 194)]
+    + [(127, 127, 127), (188, 189, 34), (23, 190, 207)],
+    np.uint8,
+)
 
 
 class MinAtar10(gym.Env[Image, np.int64]):
@@ -20,9 +27,10 @@ class MinAtar10(gym.Env[Image, np.int64]):
     The agent has only the actions that do something in the game.
     """
 
-    metadata = {"render_modes": []}  # noqa: RUF012 (Gymnasium's own interface)
+    metadata = {"render_modes": ["rgb_array"], "render_fps": FRAMES_PER_SECOND}  # noqa: RUF012 (Gymnasium's own interface)
 
-    def __init__(self, game: str) -> None:
+    def __init__(self, game: str, render_mode: str | None = None) -> None:
+        self.render_mode = render_mode
         try:
             from minatar import Environment
         except ImportError as error:
@@ -43,6 +51,16 @@ class MinAtar10(gym.Env[Image, np.int64]):
     def step(self, action: np.int64 | int) -> tuple[Image, float, bool, bool, dict[str, Any]]:
         reward, over = self._env.act(self._actions[int(action)])
         return self._observe(), float(reward), bool(over), False, {}
+
+    def render(self) -> Any:
+        """The field on black, one pixel per cell."""
+        if self.render_mode != "rgb_array":
+            return None
+        planes = self._env.state()
+        picture = np.zeros((*planes.shape[:2], 3), np.uint8)
+        for channel, colour in enumerate(COLOURS[: planes.shape[2]]):
+            picture[planes[:, :, channel] > 0] = colour
+        return picture
 
     def _observe(self) -> Image:
         planes = self._env.state().transpose(2, 0, 1)

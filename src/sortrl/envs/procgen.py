@@ -73,8 +73,11 @@ class ProcgenEnv(gym.Env[npt.NDArray[np.uint8], int], gym.utils.EzPickle):
     the last one of the episode that could be seen.
     """
 
-    def __init__(self, game: str, levels: Levels) -> None:
-        gym.utils.EzPickle.__init__(self, game, levels)  # says that a copy must be played again
+    metadata = {"render_modes": ["rgb_array"], "render_fps": 15}  # noqa: RUF012 (Gymnasium's own interface)
+
+    def __init__(self, game: str, levels: Levels, render_mode: str | None = None) -> None:
+        gym.utils.EzPickle.__init__(self, game, levels, render_mode)  # says that a copy must be played again
+        self.render_mode = render_mode
         self.game, self.levels = game, levels
         self.action_groups = ACTION_GROUPS[game]
         self.action_names = tuple(BUTTONS[group[0]] for group in self.action_groups)
@@ -113,6 +116,10 @@ class ProcgenEnv(gym.Env[npt.NDArray[np.uint8], int], gym.utils.EzPickle):
         if not (terminated[0] or truncated[0]):
             self._last = obs[0].copy()
         return self._last, float(reward[0]), bool(terminated[0]), bool(truncated[0]), {}
+
+    def render(self) -> Any:
+        """What the agent sees."""
+        return self._last.transpose(1, 2, 0) if self.render_mode == "rgb_array" else None
 
     def close(self) -> None:
         self._pool.close()

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from sortrl import zoo
 from sortrl.errors import SortRLError
 from sortrl.nets.certified import CertifiedPolicy, load_policy
 from sortrl.nets.hybrid import HybridConfig, HybridPolicy, IntervalHead
@@ -38,7 +39,11 @@ def sort_layers_only(policy: CertifiedPolicy, what: str) -> SortPolicy:
 
 
 def load(path: str | Path) -> SortPolicy | HybridPolicy:
-    """A saved policy of any kind, from its directory or the file itself."""
-    policy = load_policy(path, {SortPolicy.kind: SortPolicy, HybridPolicy.kind: HybridPolicy})
+    """A saved policy of any kind, from its directory or the file itself, or from the zoo (``"zoo:NAME"``).
+
+    >>> load("zoo:cartpole").n_actions
+    2
+    """
+    policy = load_policy(zoo.locate(path), {SortPolicy.kind: SortPolicy, HybridPolicy.kind: HybridPolicy})
     assert isinstance(policy, SortPolicy | HybridPolicy)
     return policy

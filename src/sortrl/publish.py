@@ -1,0 +1,140 @@
+"""From a run to an entry of the zoo: a small policy, and a card that says what it is and how it was measured."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from sortrl import nets, zoo
+from sortrl.collect import load_demonstrations
+from sortrl.errors import SortRLError
+from sortrl.files import read_object, read_tensors, write_json, write_tensors, write_text
+from sortrl.nets.certified import FILE_NAME, CertifiedPolicy
+from sortrl.pipeline import identity_of
+
+HALF_AGREEMENT = 0.999
+SAMPLE = 20_000  # states on which the two precisions are compared
+
+
+def publish(run: Path, name: str, folder: Path = Path("zoo")) -> Path:
+    """Write ``folder/name`` from a finished run.
+
+    Weights are stored in half precision if the policy's action stays the same in 99.9 % of its training states; the
+    certificates of such a policy are those of the rounded weights, so they hold either way.
+    """
+    if not re.fullmatch(r"[a-z0-9][a-z0-9-]*", name):
+        raise SortRLError(f"An entry of the zoo cannot be called {name!r}; use lower-case letters, digits and hyphens.")
+    identity, results = identity_of(run), read_object(run / "results.json")
+    entry = folder / name
+    if entry.exists():
+        raise SortRLError(f"{entry} exists already. Delete it first to replace it.")
+    try:
+        agreement = _write_policy(run, entry)
+        files = [FILE_NAME, "run.json"]
+        identity["teacher"] = Path(str(identity.get("teacher"))).name  # not where it once lay
+        write_json(entry / "run.json", {"identity": identity})
+        if (run / "teacher" / "teacher.safetensors").exists():
+            shutil.copytree(run / "teacher", entry / "teacher", ignore=_all_but_the_teacher)
+            files.append("teacher/teacher.safetensors")
+        found = _card(name, results, agreement, {file: zoo.sha256(entry / file) for file in files})
+        write_text(entry / "README.md", card_text(found))
+        write_json(entry / zoo.CARD, found)  # the last: without it there is no entry
+    except BaseException:
+        shutil.rmtree(entry, ignore_errors=True)
+        raise
+    return entry
+
+
+def _all_but_the_teacher(directory: str, names: list[str]) -> list[str]:
+    return [name for name in names if name != "teacher.safetensors"]
+
+
+def _write_policy(run: Path, entry: Path) -> float | None:
+    """In half precision if that changes next to nothing: then the share of states with the same action."""
+    policy = nets.load(run)
+    tensors, metadata = read_tensors(run / FILE_NAME)
+    halved = {name: tensor.half() if _is_weight(name, tensor) else tensor for name, tensor in tensors.items()}
+    write_tensors(entry / FILE_NAME, halved, metadata)
+    states = load_demonstrations(run / "data.safetensors").obs
+    states = states[:: -(-len(states) // SAMPLE)]
+    agreement = float((_actions(nets.load(entry), states) == _actions(policy, states)).mean())
+    if agreement >= HALF_AGREEMENT:
+        return agreement
+    write_tensors(entry / FILE_NAME, tensors, metadata)
+    return None
+
+
+def _is_weight(name: str, tensor: torch.Tensor) -> bool:
+    """Positions of units and linear weights; not means, statistics of observations or settings."""
+    return name.endswith(".weight") and tensor.dtype == torch.float32
+
+
+def _actions(policy: CertifiedPolicy, states: Any) -> Any:
+    return np.concatenate([policy.predict(part)[0] for part in np.array_split(states, -(-len(states) // 1024))])
+
+
+def _card(name: str, results: dict[str, Any], agreement: float | None, files: dict[str, str]) -> dict[str, Any]:
+    certificate = results["certificate"]
+    shares = dict(zip(map(str, certificate["eps"]), certificate["share"], strict=True))
+    columns = ("policy", "attack", "eps", "mean", "sem", "episodes")
+    return {
+        "format": zoo.FORMAT,
+        "name": name,
+        "env": results["env"]["id"],
+        "teacher": results["teacher"]["name"],
+        "policy": results["policy"],
+        "command": results["command"],
+        "seed": results["seed"],
+        "eps": results["config"]["eps"],
+        "half_precision_agreement": agreement,
+        "returns": [{column: row.get(column) for column in columns} for row in results["evaluation"]],
+        "certified": shares,
+        "sortrl": results["sortrl"],
+        "versions": results["versions"],
+        "machine": results["machine"],
+        "files": files,
+    }
+
+
+def card_text(found: dict[str, Any]) -> str:
+    """The card for people."""
+    rows = [
+        f"| {row['policy']} | {row['attack']} | {row['eps']:g} | {row['mean']:.1f} ± {row['sem']:.1f} |"
+        for row in found["returns"]
+    ]
+    shares = {float(eps): share for eps, share in found["certified"].items()}
+    wanted = sorted({row["eps"] for row in found["returns"]} & shares.keys())
+    agreement = found["half_precision_agreement"]
+    precision = "single precision" if agreement is None else f"half precision (same action in {agreement:.2%} of the training states)"
+    return "\n".join(
+        [
+            f"# zoo:{found['name']}",
+            "",
+            f"A certified policy for `{found['env']}`, distilled from {found['teacher']} for perturbations of l_inf size "
+            f"{found['eps']:g} in the policy's input units.",
+            "",
+            "```python",
+            "import sortrl",
+            "",
+            f'policy = sortrl.load("zoo:{found["name"]}")',
+            "```",
+            "",
+            "| policy | attack | eps | return (mean ± SEM) |",
+            "|---|---|---|---|",
+            *rows,
+            "",
+            "Share of the states of clean episodes whose action is proven: "
+            + ", ".join(f"{shares[eps]:.1%} at {eps:g}" for eps in wanted)
+            + ".",
+            "",
+            f"- made by `{found['command']}`, seed {found['seed']}, sortrl {found['sortrl']}",
+            f"- {found['policy']['parameters']} parameters, weights in {precision}",
+            *(f"- sha256 of `{file}`: `{digest}`" for file, digest in found["files"].items()),
+            "",
+        ]
+    )

@@ -1,0 +1,121 @@
+"""The policies that come with the project: they load, play as their cards say, and cannot be swapped unnoticed."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import sortrl
+from sortrl import zoo
+from sortrl.certify import save_certificates
+from sortrl.cli import main
+from sortrl.collect import CollectConfig
+from sortrl.errors import SortRLError
+from sortrl.files import read_json, read_tensors
+from sortrl.pipeline import open_run
+from sortrl.publish import publish
+from sortrl.verify import verify
+
+ENTRIES = zoo.names()
+
+
+@pytest.fixture
+def own_zoo(tmp_path, monkeypatch):
+    """A copy of the zoo that a test may damage."""
+    shutil.copytree(zoo.folder(), tmp_path / "zoo")
+    monkeypatch.setenv("SORTRL_ZOO", str(tmp_path / "zoo"))
+    return tmp_path / "zoo"
+
+
+@pytest.mark.parametrize("name", ENTRIES)
+def test_every_entry_is_whole_and_small(name):
+    entry = zoo.locate(f"zoo:{name}")
+    card = zoo.card(name)
+    assert {"policy.safetensors", "run.json"} <= card["files"].keys()
+    assert all((entry / file).stat().st_size <= zoo.LARGEST_FILE for file in card["files"])
+    assert (entry / "README.md").read_text().startswith(f"# zoo:{name}")
+    env_id, policy, _ = open_run(Path(f"zoo:{name}"))
+    assert env_id == card["env"]
+    assert policy.n_actions == card["policy"]["n_actions"]
+
+
+def test_an_entry_plays_as_its_card_says():
+    policy = sortrl.load("zoo:cartpole")
+    result = sortrl.evaluate(policy, "CartPole-v1", episodes=5, seed=7)
+    stated = next(row for row in zoo.card("cartpole")["returns"] if row["policy"] == "student" and row["eps"] == 0)
+    assert result.mean == pytest.approx(stated["mean"], rel=0.02)
+
+
+def test_halved_weights_are_certified_as_they_are(tmp_path):
+    """The file holds halves, the policy computes with floats: the independent checker agrees on scores and hash."""
+    file = zoo.locate("zoo:cartpole") / "policy.safetensors"
+    assert read_tensors(file)[0]["layers.0.weight"].dtype == torch.float16
+    policy = sortrl.load("zoo:cartpole")
+    states = torch.randn(200, 4, generator=torch.Generator().manual_seed(0))
+    save_certificates(tmp_path / "c.safetensors", policy, states, policy.certify_unit(states), file)
+    verdict = verify(tmp_path / "c.safetensors")
+    assert verdict.ok, verdict.failures
+
+
+def test_a_swapped_file_is_refused(own_zoo):
+    file = own_zoo / "cartpole" / "policy.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(SortRLError, match="not the file that the card of zoo:cartpole describes"):
+        sortrl.load("zoo:cartpole")
+
+
+@pytest.mark.parametrize("name", ["nothing", "../cartpole", "", "cartpole/../cartpole"])
+def test_unknown_names_are_told_what_there_is(name):
+    with pytest.raises(SortRLError, match="The zoo has .*cartpole"):
+        sortrl.load(f"zoo:{name}")
+
+
+def test_a_card_cannot_point_outside(own_zoo):
+    path = own_zoo / "cartpole" / "card.json"
+    card = read_json(path)
+    card["files"]["../breakout/run.json"] = zoo.sha256(own_zoo / "breakout" / "run.json")
+    path.write_text(json.dumps(card))
+    with pytest.raises(SortRLError, match="describes"):
+        zoo.locate("zoo:cartpole")
+
+
+def test_a_run_becomes_an_entry(tmp_path, monkeypatch, capsys):
+    """What was measured is on the card, no path of the machine is, and the entry is played from the command line."""
+    run = tmp_path / "run"
+    tiny = {"steps": 20, "width": 16, "depth": 2, "episodes": 2, "suite": (), "dagger_rounds": 0}
+    tiny["collect"] = CollectConfig(states=2000)
+    teacher = zoo.locate("zoo:cartpole") / "teacher"
+    policy = sortrl.robustify(teacher, "CartPole-v1", out=run, **tiny)
+    entry = publish(run, "tiny", tmp_path / "zoo")
+    monkeypatch.setenv("SORTRL_ZOO", str(tmp_path / "zoo"))
+    monkeypatch.chdir(tmp_path)
+    states = np.random.default_rng(0).normal(size=(100, 4))
+    assert (sortrl.load("zoo:tiny").predict(states)[0] == policy.predict(states)[0]).mean() >= 0.98
+    for file in ("card.json", "run.json", "README.md"):
+        assert str(tmp_path) not in (entry / file).read_text()
+    with pytest.raises(SortRLError, match="exists already"):
+        publish(run, "tiny", tmp_path / "zoo")
+    with pytest.raises(SortRLError, match="lower-case"):
+        publish(run, "../tiny", tmp_path / "zoo")
+    main(["zoo"])
+    assert "zoo:tiny" in capsys.readouterr().out
+    main(["zoo", "tiny"])
+    assert "sha256" in capsys.readouterr().out
+    main(["evaluate", "zoo:tiny", "--eps", "0.1", "--episodes", "2"])
+    assert "teacher" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ENTRIES)
+def test_an_entry_can_be_watched(name, tmp_path, monkeypatch, capsys):
+    pytest.importorskip("minatar") if name == "breakout" else None
+    monkeypatch.chdir(tmp_path)
+    main(["watch", f"zoo:{name}", "--max-steps", "3"])
+    assert (tmp_path / "runs" / f"zoo-{name}" / "episode.gif").exists()
+    assert "film:" in capsys.readouterr().out
