@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from sortrl import ops
 from sortrl.certify import acr, certified_for, certified_levels, certified_shares, raw_radii
 from sortrl.errors import SortRLError
-from sortrl.nets import MeanShift, SortPolicy
+from sortrl.nets import BoundedConv, MeanShift, SortPolicy
 from sortrl.nets.bounds import box_around, proven, rounding_error, score_bounds, stages, traced_scores
 from sortrl.normalizer import Normalizer
 
@@ -36,6 +36,10 @@ def build(seed: int, inputs=3, actions=3, width=6, depth=3, rho=0.3, decades=1.0
     for shift in policy.shifts:
         shift.running_mean.copy_(uneven(torch.randn_like(shift.running_mean), decades))
     policy.bias.copy_(uneven(torch.randn_like(policy.bias), decades))
+    for part in policy.front:
+        if isinstance(part, BoundedConv):
+            part.bias.copy_(uneven(torch.randn_like(part.bias), decades))
+            part.settle()
     return policy
 
 
@@ -50,6 +54,8 @@ def exact_scores(policy: SortPolicy, unit: torch.Tensor) -> list[Fraction]:
         rows, columns = x.shape[1] // size, x.shape[2] // size
         blocks = x[:, : rows * size, : columns * size].reshape(len(x), rows, size, columns, size)
         x = blocks.sum(4).sum(2) / Fraction(size * size)
+    for part in policy.front:
+        x = exact_convolution(part, x) if isinstance(part, BoundedConv) else x
     factor = Fraction(float(np.float32(config.scale)))
     values, shape = [v * factor for v in x.reshape(-1)], x.shape
     for index, layer in enumerate(policy.layers):
@@ -69,6 +75,19 @@ def exact_scores(policy: SortPolicy, unit: torch.Tensor) -> list[Fraction]:
         shifts = policy.shifts[index].running_mean if index < len(policy.shifts) else -policy.bias
         values = [y - Fraction(float(m)) for y, m in zip(output, shifts.tolist(), strict=True)]
     return [-v for v in values]
+
+
+def exact_convolution(part: BoundedConv, x: np.ndarray) -> np.ndarray:
+    kernel, stride = part.weight.shape[-1], part.stride
+    corners = [range(0, size - kernel + 1, stride) for size in x.shape[1:]]
+    y = np.empty((len(part.weight), len(corners[0]), len(corners[1])), dtype=object)
+    for channel, (weight, bias) in enumerate(zip(part.weight.tolist(), part.bias.tolist(), strict=True)):
+        template = np.vectorize(Fraction, otypes=[object])(np.array(weight))
+        for row, i in enumerate(corners[0]):
+            for column, j in enumerate(corners[1]):
+                y[channel, row, column] = (template * x[:, i : i + kernel, j : j + kernel]).sum() + Fraction(bias)
+    first, second = np.split(y, 2)
+    return np.concatenate([np.maximum(first, second), np.minimum(first, second)])
 
 
 NETWORKS = st.fixed_dictionaries(
@@ -116,6 +135,9 @@ def test_the_bound_is_not_idle():
         {"crop": (1, 0, 0, 2), "pool": 2},
         {"conv": ((3, 3, 2),), "scale": 3.0},
         {"conv": ((3, 3, 1), (2, 2, 2)), "crop": (1, 0, 0, 2)},
+        {"bounded_conv": ((4, 3, 2),), "scale": 30.0},
+        {"bounded_conv": ((4, 3, 1), (6, 2, 2)), "crop": (1, 0, 0, 2), "conv": ((3, 2, 1),)},
+        {"bounded_conv": ((4, 2, 1), (6, 2, 1)), "pool": 2, "scale": 0.5},
     ],
 )
 def test_front_ends_are_part_of_the_bound(front):

@@ -82,8 +82,9 @@ def test_a_student_decides_the_same_on_ten_thousand_states(student, tmp_path):
 
 
 @pytest.mark.parametrize("conv", [(), ((6, 3, 1), (4, 2, 2))])
-def test_images_with_every_front_end(conv, tmp_path):
-    policy, obs = _pixels(conv=conv)
+@pytest.mark.parametrize("bounded_conv", [(), ((8, 2, 1),)])
+def test_images_with_every_front_end(conv, bounded_conv, tmp_path):
+    policy, obs = _pixels(conv=conv, bounded_conv=bounded_conv)
     compare(policy, obs, run(policy, obs, tmp_path / "pixels.onnx"))
 
 

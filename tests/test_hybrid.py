@@ -59,6 +59,24 @@ def test_no_action_changes_within_its_radius(hidden):
     assert certified > 200, "nothing was certified, so nothing was tested"
 
 
+def test_no_action_changes_behind_bounded_convolutions():
+    """The network of the ProcGen students, in small: convolutions, one sort layer, one linear layer."""
+    certified = 0
+    for seed in range(4):
+        torch.manual_seed(seed)
+        front = {"bounded_conv": ((8, 4, 2), (12, 3, 1)), "scale": 20.0}
+        policy = HybridPolicy((3, 12, 12), 4, width=16, depth=1, hidden=(), **front).requires_grad_(False)
+        unit = torch.rand(60, 3, 12, 12)
+        policy.calibrate(unit)
+        policy.trunk.bias.add_(policy.trunk.scores(unit).mean(0))
+        policy.head.layers[-1].bias.sub_(policy.scores(unit).mean(0))
+        radius = policy.certify_unit(unit).radius
+        certified += int((radius > 0.001).sum())
+        assert flips(policy, unit, 0.999 * radius) == 0
+        assert flips(policy, unit, 8 * radius + 0.01) > 0, "an attack that never succeeds tests nothing"
+    assert certified > 60
+
+
 @pytest.mark.parametrize(("hidden", "factor"), [((), 1.5), ((12,), 6.0)])
 def test_a_radius_that_is_too_large_is_caught(hidden, factor):
     """Intervals lose more with every layer, so a lie has to be bolder behind one."""
@@ -182,3 +200,41 @@ def test_it_learns_with_wide_leads_and_resumes_to_the_same_bits(tmp_path):
     resumed = distill(data, normalizer, config, out_dir=tmp_path / "cut").policy
     for name, tensor in whole.policy.state_dict().items():
         assert torch.equal(tensor, resumed.state_dict()[name]), name
+
+
+def images(n: int = 1200) -> Demonstrations:
+    """A bright square on noise; the action is the quarter it is in."""
+    rng = np.random.default_rng(0)
+    obs = rng.integers(0, 60, size=(n, 1, 12, 12)).astype(np.uint8)
+    actions = rng.integers(4, size=n)
+    for image, action, row, column in zip(obs, actions, rng.integers(4, size=n), rng.integers(4, size=n), strict=True):
+        top, left = row + 6 * (action // 2), column + 6 * (action % 2)
+        image[0, top : top + 2, left : left + 2] = 255
+    return Demonstrations("toy", obs, actions, np.eye(4, dtype=np.float32)[actions] * 5, np.arange(n) // 20)
+
+
+def test_convolutions_learn_images_and_their_worst_scores():
+    """Without the worst scores in the loss there would be nothing to certify at this eps."""
+    data, normalizer = images(), Normalizer.from_pixels((1, 12, 12))
+    config = DistillConfig(
+        eps=0.035,
+        steps=200,
+        batch=128,
+        width=32,
+        depth=1,
+        head=(),
+        scale=30.0,
+        learning_rate=0.01,
+        lambda_end=1.0,
+        worst_share=0.5,
+        bounded_conv=((8, 3, 1), (32, 10, 1)),
+        conv_learning_rate=0.003,
+        exact_share=0.15,
+    )
+    found = distill(data, normalizer, config, held_out=data)
+    assert found.held_out["agreement"] > 0.9
+    assert found.held_out["certified"] > 0.8
+    careless = distill(data, normalizer, replace(config, worst_share=0.0, theta_factor=1e-6), held_out=data)
+    assert careless.held_out["certified"] < 0.2
+    with pytest.raises(SortRLError, match="worst_share needs a linear head"):
+        replace(config, head=None)

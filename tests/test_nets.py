@@ -16,7 +16,17 @@ from torch.nn import functional
 
 from sortrl import ops
 from sortrl.errors import SortRLError
-from sortrl.nets import AveragePool, Crop, MeanShift, Scale, SortConv, SortLinear, SortPolicy, truncated_mix
+from sortrl.nets import (
+    AveragePool,
+    BoundedConv,
+    Crop,
+    MeanShift,
+    Scale,
+    SortConv,
+    SortLinear,
+    SortPolicy,
+    truncated_mix,
+)
 from sortrl.nets.bounds import rounding_error, stages, traced_scores
 from sortrl.normalizer import Normalizer
 
@@ -181,6 +191,50 @@ def test_a_network_of_patches_is_as_lipschitz_as_it_says_and_trains():
     assert float((policy.scores(x).argmax(1) == torch.arange(64) % 3).float().mean()) > 0.8
 
 
+def test_bounded_convolutions_are_as_lipschitz_as_they_say():
+    """The worst input for a convolution is known: all its weights pulled in their own direction."""
+    torch.manual_seed(0)
+    layer = BoundedConv((3, 9, 8), channels=6, kernel=4, stride=2)
+    layer.settle()
+    assert layer.lipschitz == pytest.approx(1.0, abs=1e-6)
+    x = torch.randn(2000, 3, 9, 8)
+    moved = x.clone()
+    moved[:, :, :4, :4] += 0.1 * layer.weight[2].sign()
+    change = (layer(moved) - layer(x)).abs().amax((1, 2, 3))
+    assert change.max() <= 0.1 * layer.lipschitz + 1e-6
+    assert change.max() > 0.0999, "a constant that nothing reaches is not the constant"
+    with torch.no_grad():
+        layer.weight.mul_(3.0)
+    assert layer.lipschitz == pytest.approx(3.0, abs=1e-5), "it is computed, not assumed"
+    assert torch.allclose(layer.trained(x), BoundedConv.forward(_settled(layer), x), atol=1e-5)
+
+
+def _settled(layer: BoundedConv) -> BoundedConv:
+    twin = copy.deepcopy(layer)
+    twin.settle()
+    return twin
+
+
+def test_bounds_of_a_bounded_convolution_hold_and_are_reached():
+    torch.manual_seed(0)
+    layer = BoundedConv((2, 5, 5), channels=4, kernel=3).double()
+    layer.settle()
+    x = torch.randn(50, 2, 5, 5, dtype=torch.float64)
+    lo, hi = layer.bounds(x - 0.2, x + 0.2)
+    for _ in range(20):
+        y = layer(x + 0.2 * torch.where(torch.rand_like(x) < 0.5, -1.0, 1.0))
+        assert ((y >= lo - 1e-12) & (y <= hi + 1e-12)).all()
+    assert torch.allclose((hi - lo).amax(), torch.tensor(0.4, dtype=torch.float64), atol=1e-6)
+
+
+def test_the_error_bound_notices_new_weights_of_a_convolution():
+    policy = SortPolicy((2, 6, 6), 3, width=8, depth=2, bounded_conv=((4, 3, 1),))
+    before = policy.error_bound().lipschitz
+    with torch.no_grad():
+        policy.front[0].weight.mul_(2.0)
+    assert policy.error_bound().lipschitz == pytest.approx(2.0 * before)
+
+
 def test_mean_shift_averages_only_what_was_computed():
     shift = MeanShift(3, momentum=1.0)
     keep = torch.tensor([[True, False, True], [False, False, True]])
@@ -295,6 +349,9 @@ BAD_INPUT = {
     "patches of vectors": (lambda: SortPolicy((3,), 2, conv=((4, 3, 1),)), "need images"),
     "patches larger than the image": (lambda: SortPolicy((1, 4, 4), 2, conv=((4, 5, 1),)), "fits into the image"),
     "half a description of patches": (lambda: SortPolicy((1, 4, 4), 2, conv=((4, 5),)), "channels, kernel, stride"),
+    "an odd number of channels": (lambda: SortPolicy((1, 4, 4), 2, bounded_conv=((5, 2, 1),)), "even number"),
+    "convolutions of vectors": (lambda: SortPolicy((3,), 2, bounded_conv=((4, 3, 1),)), "need images"),
+    "a convolution that does not fit": (lambda: SortPolicy((1, 4, 4), 2, bounded_conv=((4, 5, 1),)), "fits into"),
     "pooling vectors": (lambda: SortPolicy((3,), 2, pool=2), "need images"),
     "normalizer": (lambda: SortPolicy((3,), 2, normalizer=Normalizer.identity((4,))), "normalizer"),
     "observation shape": (lambda: SortPolicy((3,), 2).predict(np.zeros((2, 5))), r"expected \(batch, 3\)"),

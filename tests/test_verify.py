@@ -55,10 +55,11 @@ def test_what_is_true_passes(saved):
 
 
 @pytest.mark.parametrize("conv", [(), ((5, 2, 1), (3, 2, 2))])
-def test_images_pass_too(tmp_path, conv):
+@pytest.mark.parametrize("bounded_conv", [(), ((6, 2, 1), (4, 2, 1))])
+def test_images_pass_too(tmp_path, conv, bounded_conv):
     torch.manual_seed(1)
-    shape = (2, 11, 12)
-    front = {"crop": (1, 0, 2, 1), "pool": 2, "scale": 0.5, "conv": conv}
+    shape = (2, 15, 16)
+    front = {"crop": (1, 0, 2, 1), "pool": 2, "scale": 0.5, "conv": conv, "bounded_conv": bounded_conv}
     policy = SortPolicy(shape, 4, width=10, depth=2, **front, normalizer=Normalizer.from_pixels(shape))
     policy.requires_grad_(False)
     policy.save(tmp_path)

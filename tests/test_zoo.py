@@ -73,7 +73,7 @@ def test_a_swapped_file_is_refused(own_zoo):
 
 @pytest.mark.parametrize("name", ["nothing", "../cartpole", "", "cartpole/../cartpole"])
 def test_unknown_names_are_told_what_there_is(name):
-    with pytest.raises(SortRLError, match="The zoo has .*cartpole"):
+    with pytest.raises(SortRLError, match=r"The zoo has .*cartpole"):
         sortrl.load(f"zoo:{name}")
 
 

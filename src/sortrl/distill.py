@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -17,7 +17,7 @@ from torch.nn import functional
 from sortrl.checkpoint import Checkpoint
 from sortrl.errors import SortRLError
 from sortrl.memory import require
-from sortrl.nets import CertifiedPolicy, HybridPolicy, SortPolicy
+from sortrl.nets import BoundedConv, CertifiedPolicy, HybridPolicy, SortPolicy
 from sortrl.normalizer import Normalizer
 from sortrl.records import Demonstrations
 
@@ -74,6 +74,13 @@ class DistillConfig:
     """Layers over the patches of images: (channels, kernel, stride) each."""
     pool: int = 1
     """Average pooling of images, before everything else."""
+    bounded_conv: tuple[tuple[int, int, int], ...] = ()
+    """Convolutions with bounded weights before the sort layers: (channels, kernel, stride) each."""
+    conv_learning_rate: float = 0.001
+    """Of those convolutions."""
+    worst_share: float = 0.0
+    """With a head: share of the cross-entropy that is taken of the worst scores that intervals allow. If it is not 0, it takes
+    the place of the hinge on the worst margin."""
 
     def __post_init__(self) -> None:
         positive = (
@@ -100,8 +107,13 @@ class DistillConfig:
             raise SortRLError(
                 f"DistillConfig: exact_share is {self.exact_share}, expected at most final_share {self.final_share}."
             )
-        if not 0 <= self.soft_targets <= 1:
-            raise SortRLError(f"DistillConfig: soft_targets is {self.soft_targets}, expected a share in [0, 1].")
+        for name in ("soft_targets", "worst_share"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise SortRLError(f"DistillConfig: {name} is {getattr(self, name)}, expected a share in [0, 1].")
+        if self.worst_share > 0 and self.head is None:
+            raise SortRLError(
+                "DistillConfig: worst_share needs a linear head; give head=() or widths of hidden layers."
+            )
 
     @property
     def theta(self) -> float:
@@ -195,6 +207,7 @@ def distill(
     trunk = policy.trunk
     # Weights, their gradients and two moments; activations and their gradients, of masks and sums too.
     units = sum(layer.out_size for layer in trunk.layers)
+    units += sum(math.prod(part.out_shape) for part in trunk.front if isinstance(part, BoundedConv))
     needed = 4 * (4 * sum(parameter.numel() for parameter in policy.parameters()) + 8 * config.batch * units)
     require(f"Training with batches of {config.batch}", needed, "lower batch, width or depth")
     optimizer = _optimizer(policy, config)
@@ -218,10 +231,10 @@ def distill(
         optimizer.zero_grad(set_to_none=True)  # before the forward pass, which can use their memory
         exact = step >= config.steps * (1.0 - config.exact_share)
         outputs = trunk.exact_training_scores(unit) if exact else trunk.training_scores(unit, generator)
-        logits, margin, proven, robust = _judged(policy, outputs, target, config, step)
+        judged = _judged(policy, outputs, target, config, step)
         lam = config.lambda_at(step)
-        imitation = imitation_loss(logits, target, teacher_logits[index], config.soft_targets)
-        loss = lam * imitation + robust
+        imitation = imitation_loss(judged.logits, target, teacher_logits[index], config.soft_targets)
+        loss = lam * imitation + judged.robust
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
 
@@ -231,8 +244,8 @@ def distill(
                 "step": done,
                 "loss": float(loss.detach()),
                 "cross_entropy": float(imitation.detach()),
-                "agreement": float((margin >= 0).float().mean()),
-                "certified": float(proven.float().mean()),
+                "agreement": float((judged.margin >= 0).float().mean()),
+                "certified": float(judged.proven.float().mean()),
                 "p": min(float(trunk.p), 1e9),  # JSON has no infinity
                 "lambda": lam,
             }
@@ -250,25 +263,39 @@ def distill(
     return Distilled(policy, history, None if held_out is None else held_out_metrics(policy, held_out, config.eps))
 
 
+class _Judged(NamedTuple):
+    """A batch as the losses see it."""
+
+    logits: Tensor
+    """For the cross-entropy."""
+    margin: Tensor
+    proven: Tensor
+    """Whether the margin is wide enough for eps."""
+    robust: Tensor
+    """The rest of the loss."""
+
+
 def _judged(
     policy: SortPolicy | HybridPolicy, outputs: Tensor, target: Tensor, config: DistillConfig, step: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Logits for the cross-entropy, margins, whether they are wide enough for eps, and the robust loss."""
+) -> _Judged:
     if isinstance(policy, SortPolicy):
         margin = margins(outputs, target)
-        return (
-            policy.mu * outputs,
-            margin,
-            margin > 2 * config.eps * policy.lipschitz,
-            robust_loss(margin, config.theta),
-        )
+        wide = margin > 2 * config.eps * policy.lipschitz
+        return _Judged(policy.mu * outputs, margin, wide, robust_loss(margin, config.theta))
     scores = policy.head(outputs)
     # The box grows with p, so that the head first learns what to separate, then how far.
     reach = 0.5 * config.theta * config.rise(step)
-    worst = policy.head.leads_within(outputs, outputs.new_tensor(reach), target).amin(1)
-    margin = margins(scores, target)
-    robust = torch.where(margin >= 0, functional.relu(1.0 - worst), torch.zeros_like(worst)).mean()
-    return scores, margin, worst > 0, robust
+    leads = policy.head.leads_within(outputs, outputs.new_tensor(reach), target)
+    worst, margin = leads.amin(1), margins(scores, target)
+    if config.worst_share > 0:
+        # lambda weighs the two parts of the cross-entropy together: what the worst scores have too much is taken back.
+        own = functional.one_hot(target, scores.shape[1]).bool()
+        behind = torch.where(own, torch.zeros_like(leads), -leads)
+        hard, lam = functional.cross_entropy(behind, target), config.lambda_at(step)
+        extra = config.worst_share * (hard - functional.cross_entropy(scores, target))
+        return _Judged(scores, margin, worst > 0, lam * extra)
+    hinge = torch.where(margin >= 0, functional.relu(1.0 - worst), torch.zeros_like(worst)).mean()
+    return _Judged(scores, margin, worst > 0, hinge)
 
 
 def _calibration_states(obs_size: int) -> int:
@@ -280,7 +307,8 @@ def _initial_policy(
     demonstrations: Demonstrations, normalizer: Normalizer, config: DistillConfig, generator: torch.Generator
 ) -> SortPolicy | HybridPolicy:
     kind: Any = SortPolicy
-    shape = {name: getattr(config, name) for name in ("width", "depth", "rho", "scale", "mask_chunk", "conv", "pool")}
+    names = ("width", "depth", "rho", "scale", "mask_chunk", "conv", "pool", "bounded_conv")
+    shape = {name: getattr(config, name) for name in names}
     if config.head is not None:
         kind, shape = HybridPolicy, {**shape, "hidden": config.head}
     policy: SortPolicy | HybridPolicy = kind(
@@ -290,6 +318,9 @@ def _initial_policy(
     with torch.no_grad():
         for layer in trunk.layers:
             layer.weight.normal_(generator=generator)
+        for part in trunk.front:
+            if isinstance(part, BoundedConv):
+                part.weight.normal_(generator=generator).pow_(3)
         trunk.mu.fill_(config.mu_start or 0.5 / (max(config.eps, 0.005) * config.scale))
         if isinstance(policy, HybridPolicy):
             _prepare_head(policy, normalizer(torch.from_numpy(demonstrations.obs[: config.batch])), generator)
@@ -309,10 +340,14 @@ def _prepare_head(policy: HybridPolicy, unit: Tensor, generator: torch.Generator
 def _optimizer(policy: SortPolicy | HybridPolicy, config: DistillConfig) -> torch.optim.AdamW:
     """AdamW; only mu and linear weights decay, because a sort layer's weights are positions and have no natural zero."""
     trunk = policy.trunk
-    positions = [parameter for name, parameter in trunk.named_parameters() if name != "mu"]
+    convolutions = [parameter for part in trunk.front for parameter in part.parameters()]
+    known = {id(trunk.mu), *map(id, convolutions)}
+    positions = [parameter for parameter in trunk.parameters() if id(parameter) not in known]
     others = [(list(policy.head.parameters()), config.head_learning_rate)] if isinstance(policy, HybridPolicy) else []
     others += [([trunk.mu], config.learning_rate)]
     groups = [{"params": positions, "weight_decay": 0.0, "peak": config.learning_rate}]
+    if convolutions:  # their sums are divided away: decay would do nothing
+        groups += [{"params": convolutions, "weight_decay": 0.0, "peak": config.conv_learning_rate}]
     groups += [{"params": parameters, "weight_decay": 0.02, "peak": peak} for parameters, peak in others]
     # Fused: one pass over the weights and no temporary copies of them.
     return torch.optim.AdamW(groups, lr=config.learning_rate, betas=(0.9, 0.99), eps=1e-10, fused=True)

@@ -160,7 +160,8 @@ class Run:
                 trained = train_teacher(self.env_id, self.config.teacher_config, folder, self.seed, progress)
             check_eps(trained, describe(self.env_id), self.config.eps)  # its units are known only now
             return trained
-        teacher = load_teacher(source, self.env_id, vecnormalize=vecnormalize, allow_pickle=allow_pickle)
+        # Where actions are merged, the student learns the agent's own greedy play.
+        teacher = load_teacher(source, self.env_id, vecnormalize=vecnormalize, allow_pickle=allow_pickle, merge="max")
         check_eps(teacher, describe(self.env_id), self.config.eps)
         if teacher.architecture is not None:
             teacher.save(folder)

@@ -110,7 +110,11 @@ def card_text(found: dict[str, Any]) -> str:
     shares = {float(eps): share for eps, share in found["certified"].items()}
     wanted = sorted({row["eps"] for row in found["returns"]} & shares.keys())
     agreement = found["half_precision_agreement"]
-    precision = "single precision" if agreement is None else f"half precision (same action in {agreement:.2%} of the training states)"
+    precision = (
+        "single precision"
+        if agreement is None
+        else f"half precision (same action in {agreement:.2%} of the training states)"
+    )
     return "\n".join(
         [
             f"# zoo:{found['name']}",

@@ -59,6 +59,8 @@ class _Network:
 
     crop: tuple[int, int, int, int]
     pool: int
+    bounded: list[tuple[Doubles, Doubles, int]]
+    """Weights, biases and strides of the convolutions with bounded weights, which come before the factor."""
     factor: Doubles
     conv: list[tuple[int, int, int]]
     """Channels, kernel and stride of the first layers, which see patches."""
@@ -80,7 +82,8 @@ class _Network:
 
     @property
     def lipschitz(self) -> float:
-        return float(self.factor.max()) * math.prod(math.fsum(mix) for mix in self.mixes)
+        sums = [np.abs(weight).reshape(len(weight), -1).sum(1).max() for weight, _, _ in self.bounded]
+        return float(self.factor.max() * math.prod(sums)) * math.prod(math.fsum(mix) for mix in self.mixes)
 
     def scores(self, features: Doubles) -> Doubles:
         """Of what the sort layers give, which without a head are the scores themselves."""
@@ -126,6 +129,8 @@ class _Network:
             x = x[..., top : x.shape[-2] - bottom, left : x.shape[-1] - right]
         if self.pool > 1:
             x = _pooled(x, self.pool)
+        for weight, bias, stride in self.bounded:
+            x = _bounded_layer(x, weight, bias, stride)
         shape = x.shape[1:]
         x = (x * self.factor).reshape(len(x), -1)
         means = [*self.means, -self.bias]
@@ -167,6 +172,12 @@ def _wrong_shapes(network: _Network, config: dict[str, Any], tensors: dict[str, 
     """Numpy would stretch shapes that do not fit until they do; here each must be what the configuration says."""
     obs_shape, n = tuple(map(int, config["obs_shape"])), len(tensors["action"])
     n_actions, width, shape = int(config["n_actions"]), int(config["width"]), network.seen(obs_shape)
+    expected: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {}
+    for i, (channels, kernel, stride) in enumerate(_conv(config, "bounded_conv")):
+        weight, bias, _ = network.bounded[i]
+        expected |= {f"convolution {i}": (weight.shape, (channels, shape[0], kernel, kernel))}
+        expected |= {f"bias of convolution {i}": (bias.shape, (channels,))}
+        shape = (channels, *((size - kernel) // stride + 1 for size in shape[1:]))
     pairs, outputs = [], []
     for channels, kernel, stride in network.conv:
         high, wide = ((size - kernel) // stride + 1 for size in shape[1:])
@@ -176,8 +187,7 @@ def _wrong_shapes(network: _Network, config: dict[str, Any], tensors: dict[str, 
     sizes = [math.prod(shape), *[width] * (len(network.weights) - len(pairs) - 1), width if network.head else n_actions]
     pairs += [(b, a) for a, b in pairwise(sizes)]
     outputs += sizes[1:]
-    expected: dict[str, tuple[tuple[int, ...], tuple[int, ...]]]
-    expected = {f"layer {i}": (w.shape, pairs[i]) for i, w in enumerate(network.weights)}
+    expected |= {f"layer {i}": (w.shape, pairs[i]) for i, w in enumerate(network.weights)}
     expected |= {f"mean {i}": (mean.shape, (outputs[i],)) for i, mean in enumerate(network.means)}
     expected |= {"bias": (network.bias.shape, (outputs[-1],)), "states": (tensors["states"].shape, (n, *obs_shape))}
     expected |= {"action": (tensors["action"].shape, (n,)), "radius": (tensors["radius"].shape, (n,))}
@@ -235,6 +245,7 @@ def _network(weights: dict[str, Array], config: dict[str, Any], mixes: list[Arra
         crop=(top, bottom, left, right),
         pool=int(config["pool"]),
         factor=double(factors[0]) if factors else np.ones(1),
+        bounded=_bounded(weights, config),
         conv=_conv(config),
         weights=[double(f"layers.{index}.weight") for index in range(depth)],
         means=[double(f"shifts.{index}.running_mean") for index in range(depth - 1)],
@@ -244,9 +255,18 @@ def _network(weights: dict[str, Array], config: dict[str, Any], mixes: list[Arra
     )
 
 
-def _conv(config: dict[str, Any]) -> list[tuple[int, int, int]]:
+def _conv(config: dict[str, Any], name: str = "conv") -> list[tuple[int, int, int]]:
     """Files of before there were patches do not mention them."""
-    return [(int(channels), int(kernel), int(stride)) for channels, kernel, stride in config.get("conv", [])]
+    return [(int(channels), int(kernel), int(stride)) for channels, kernel, stride in config.get(name, [])]
+
+
+def _bounded(weights: dict[str, Array], config: dict[str, Any]) -> list[tuple[Doubles, Doubles, int]]:
+    """In the file they are numbered among the front ends, behind crop and pool."""
+    first = any(map(int, config["crop"])) + (int(config["pool"]) > 1)
+    return [
+        (weights[f"front.{i}.weight"].astype(np.float64), weights[f"front.{i}.bias"].astype(np.float64), stride)
+        for i, (_, _, stride) in enumerate(_conv(config, "bounded_conv"), start=first)
+    ]
 
 
 def _layers(config: dict[str, Any]) -> int:
@@ -279,6 +299,18 @@ def _sort_layer(x: Doubles, weight: Doubles, mix: Doubles) -> Doubles:
         largest = np.partition(distance, cut, axis=2)[..., cut:] if cut else distance
         y[begin : begin + rows] = np.sort(largest, axis=2)[..., ::-1] @ mix
     return y
+
+
+def _bounded_layer(x: Doubles, weight: Doubles, bias: Doubles, stride: int) -> Doubles:
+    """A convolution; then of channels k and k + half, the larger one, and after all of those the smaller one."""
+    y = np.empty(0)
+    for row, image in enumerate(x):
+        windows = np.lib.stride_tricks.sliding_window_view(image, weight.shape[2:], axis=(1, 2))[:, ::stride, ::stride]
+        one = np.tensordot(weight, windows, axes=([1, 2, 3], [0, 3, 4])) + bias[:, None, None]
+        y = y if row else np.empty((len(x), *one.shape))
+        y[row] = one
+    first, second = np.split(y, 2, axis=1)
+    return np.concatenate([np.maximum(first, second), np.minimum(first, second)], axis=1)
 
 
 def _patch_layer(

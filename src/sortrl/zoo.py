@@ -66,7 +66,9 @@ def locate(path: str | Path) -> Path:
     stated, entry = card(name)["files"], folder() / name
     for file, digest in stated.items():
         if ".." in Path(file).parts or sha256(entry / file) != digest:
-            raise SortRLError(f"{entry / file} is not the file that the card of {PREFIX}{name} describes. Fetch it again.")
+            raise SortRLError(
+                f"{entry / file} is not the file that the card of {PREFIX}{name} describes. Fetch it again."
+            )
     return entry
 
 

@@ -15,9 +15,7 @@ Image = npt.NDArray[np.uint8]
 FRAMES_PER_SECOND = 10
 # One colour per kind of object; where several share a cell, the last is seen.
 COLOURS = np.array(
-    [(31, 119, 180), (255, 127, 14), (44, 160, 44), (214, 39, 40), (148, 103, 189), (140, 86, 75), (227, 119, 194)]
-    + [(127, 127, 127), (188, 189, 34), (23, 190, 207)],
-    np.uint8,
+    [0x1F77B4, 0xFF7F0E, 0x2CA02C, 0xD62728, 0x9467BD, 0x8C564B, 0xE377C2, 0x7F7F7F, 0xBCBD22, 0x17BECF], ">u4"
 )
 
 
@@ -58,7 +56,7 @@ class MinAtar10(gym.Env[Image, np.int64]):
             return None
         planes = self._env.state()
         picture = np.zeros((*planes.shape[:2], 3), np.uint8)
-        for channel, colour in enumerate(COLOURS[: planes.shape[2]]):
+        for channel, colour in enumerate(COLOURS.view(np.uint8).reshape(-1, 4)[: planes.shape[2], 1:]):
             picture[planes[:, :, channel] > 0] = colour
         return picture
 

@@ -6,11 +6,12 @@ from sortrl import zoo
 from sortrl.errors import SortRLError
 from sortrl.nets.certified import CertifiedPolicy, load_policy
 from sortrl.nets.hybrid import HybridConfig, HybridPolicy, IntervalHead
-from sortrl.nets.layers import AveragePool, Crop, MeanShift, Scale, SortConv, SortLinear, truncated_mix
+from sortrl.nets.layers import AveragePool, BoundedConv, Crop, MeanShift, Scale, SortConv, SortLinear, truncated_mix
 from sortrl.nets.policy import PolicyConfig, SortPolicy
 
 __all__ = [
     "AveragePool",
+    "BoundedConv",
     "CertifiedPolicy",
     "Crop",
     "HybridConfig",

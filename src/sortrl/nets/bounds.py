@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from sortrl.nets.layers import AveragePool, Crop, MeanShift, Scale, SortLinear
+from sortrl.nets.layers import AveragePool, BoundedConv, Crop, MeanShift, Scale, SortLinear
 
 UNIT_ROUNDOFF = 2.0**-24  # of float32, rounding to nearest
 UNDERFLOW = 2.0**-123  # what may be lost per rounding where numbers below 2^-126 are flushed to zero
@@ -28,12 +28,15 @@ LARGEST_ERROR = 1e20  # beyond it a perturbed input might overflow
 ROWS_AT_ONCE = 1024  # states of which all activations are kept at a time
 
 
+FrontPart = Crop | AveragePool | BoundedConv | Scale
+
+
 class FrontEnd(Protocol):
     """A sequence of Lipschitz front ends that can be called as one."""
 
     def __call__(self, unit: Tensor) -> Tensor: ...
 
-    def __iter__(self) -> Iterator[Crop | AveragePool | Scale]: ...
+    def __iter__(self) -> Iterator[FrontPart]: ...
 
 
 class Network(Protocol):
@@ -121,11 +124,16 @@ def traced_scores(network: Network, unit: Tensor) -> tuple[Tensor, Tensor]:
     return output[1], torch.cat(magnitudes, 1).double()
 
 
+def most_of(part: FrontPart, largest: Tensor) -> Tensor:
+    """The most that a front end can make of inputs up to ``largest``, all signs being against it."""
+    return part.lipschitz * largest + (part.offset if isinstance(part, BoundedConv) else 0.0)
+
+
 def _trace(network: Network, unit: Tensor) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
     """Bounds (batch, 1) on what each front end computes; then what the hidden layers and the last one computed."""
     x, front, hidden = unit, [], []
     for part in network.front:
-        front.append(part.lipschitz * _largest(x)[:, None])
+        front.append(most_of(part, _largest(x))[:, None])
         x = part(x)
     x = x.flatten(1)
     for layer, shift in zip(network.layers, network.shifts, strict=False):
@@ -174,8 +182,8 @@ def score_bounds(network: Network, lo: Tensor, hi: Tensor) -> tuple[Tensor, Tens
     """
     magnitudes = []
     for part in network.front:
-        magnitudes.append(part.lipschitz * torch.maximum(_largest(lo), _largest(hi)))
-        lo, hi = part(lo), part(hi)
+        magnitudes.append(most_of(part, torch.maximum(_largest(lo), _largest(hi))))
+        lo, hi = part.bounds(lo, hi) if isinstance(part, BoundedConv) else (part(lo), part(hi))
     lo, hi = lo.flatten(1), hi.flatten(1)
     for layer, shift in zip(network.layers, network.shifts, strict=False):
         lo, hi = layer.bounds(lo, hi)

@@ -12,8 +12,8 @@ import torch
 
 from sortrl.errors import MissingDependency
 from sortrl.files import atomic_path
-from sortrl.nets.bounds import LARGEST_ERROR, RADIUS_DOWN, SMALLEST_RADIUS
-from sortrl.nets.layers import AveragePool, Crop, Scale, SortConv, SortLinear
+from sortrl.nets.bounds import LARGEST_ERROR, RADIUS_DOWN, SMALLEST_RADIUS, FrontPart
+from sortrl.nets.layers import AveragePool, BoundedConv, Crop, SortConv, SortLinear
 
 if TYPE_CHECKING:
     from sortrl.nets.policy import SortPolicy
@@ -117,7 +117,10 @@ def _network(graph: _Graph, policy: SortPolicy, unit: str) -> tuple[str, list[st
     """Scores, and the largest number of every stage, as in :func:`sortrl.nets.bounds.traced_scores`."""
     x, magnitudes = unit, []
     for part in policy.front:
-        magnitudes.append(graph.add("Mul", graph.largest(x), graph.constant([[part.lipschitz]], np.float64)))
+        most = graph.add("Mul", graph.largest(x), graph.constant([[part.lipschitz]], np.float64))
+        if isinstance(part, BoundedConv):
+            most = graph.add("Add", most, graph.constant([[part.offset]], np.float64))
+        magnitudes.append(most)
         x = _front(graph, part, x)
     x = graph.flat(x)
     for layer, shift in zip(policy.layers, policy.shifts, strict=False):
@@ -130,7 +133,7 @@ def _network(graph: _Graph, policy: SortPolicy, unit: str) -> tuple[str, list[st
     return scores, [*magnitudes, graph.largest(y), graph.largest(scores)]
 
 
-def _front(graph: _Graph, part: Crop | AveragePool | Scale, x: str) -> str:
+def _front(graph: _Graph, part: FrontPart, x: str) -> str:
     if isinstance(part, Crop):
         last = np.iinfo(np.int64).max
         ends = [-border if border else last for border in (part.bottom, part.right)]
@@ -138,6 +141,15 @@ def _front(graph: _Graph, part: Crop | AveragePool | Scale, x: str) -> str:
         return graph.add("Slice", x, *bounds)
     if isinstance(part, AveragePool):
         return graph.add("AveragePool", x, kernel_shape=[part.size] * 2, strides=[part.size] * 2)
+    if isinstance(part, BoundedConv):
+        weight, bias = (graph.constant(value.detach().numpy(), np.float32) for value in (part.weight, part.bias))
+        y = graph.add("Conv", x, weight, bias, strides=[part.stride] * 2)
+        half, last = len(part.weight) // 2, np.iinfo(np.int64).max
+        pairs = [
+            graph.add("Slice", y, *(graph.constant([bound], np.int64) for bound in (begin, end, 1)))
+            for begin, end in ((0, half), (half, last))
+        ]
+        return graph.add("Concat", graph.add("Max", *pairs), graph.add("Min", *pairs), axis=1)
     return graph.add("Mul", x, graph.constant(part.factor.numpy(), np.float32))
 
 

@@ -4,7 +4,7 @@
 instead of                  use
 ==========================  ============================================
 ``Linear`` + activation     ``SortLinear`` (|x - w|, sorted and mixed)
-``Conv2d`` + activation     ``SortConv`` (the same, for every patch of an image)
+``Conv2d`` + activation     ``SortConv`` (the same, for every patch of an image), or ``BoundedConv``
 ``BatchNorm``               ``MeanShift`` (subtracts the mean, no scaling)
 image resize                ``AveragePool``, ``Crop``
 input normalisation         ``Scale`` (its constant enters the certificate)
@@ -133,15 +133,10 @@ class SortConv(SortLinear):
     def __init__(
         self, in_shape: tuple[int, int, int], channels: int, kernel: int, stride: int = 1, rho: float = 0.0
     ) -> None:
-        if kernel < 1 or stride < 1 or kernel > min(in_shape[1:]):
-            raise SortRLError(
-                f"SortConv: kernel {kernel} and stride {stride} on images of shape {tuple(in_shape)}, expected a kernel that "
-                "fits into the image, and both at least 1."
-            )
+        grid = patch_grid("SortConv", in_shape, kernel, stride)
         super().__init__(in_shape[0] * kernel * kernel, channels, rho)
         self.in_shape, self.kernel, self.stride = in_shape, kernel, stride
-        height, width = ((size - kernel) // stride + 1 for size in in_shape[1:])
-        self.out_shape = (channels, height, width)
+        self.out_shape = (channels, *grid)
 
     @property
     def out_size(self) -> int:
@@ -283,6 +278,102 @@ class AveragePool(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return functional.avg_pool2d(x, self.size)
+
+
+class BoundedConv(nn.Module):
+    """An ordinary convolution whose weights sum to at most 1 in absolute value, for every output, then pairs of channels in
+    order: the larger ones first, then the smaller ones (MaxMin).
+
+    It is 1-Lipschitz in l_inf, and unlike a distance to a template it is learned easily from raw pixels: a first step that
+    finds edges and objects for the sort layers behind it. MaxMin loses nothing, where ReLU would lose half.
+
+    In training the weights are divided by their sums (:meth:`trained`); :meth:`settle` makes that permanent. The evaluation
+    layer takes the weights as they are, and its constant is computed from them.
+
+    Args:
+        in_shape: channels, height and width of the input.
+        channels: of the output; an even number.
+        kernel: side of a patch.
+        stride: pixels from one patch to the next.
+
+    >>> layer = BoundedConv((3, 8, 8), channels=6, kernel=4, stride=2)
+    >>> layer.settle()
+    >>> layer(torch.zeros(2, 3, 8, 8)).shape, round(layer.lipschitz, 6)
+    (torch.Size([2, 6, 3, 3]), 1.0)
+    """
+
+    def __init__(self, in_shape: tuple[int, int, int], channels: int, kernel: int, stride: int = 1) -> None:
+        super().__init__()
+        self.out_shape = (channels, *patch_grid("BoundedConv", in_shape, kernel, stride))
+        if channels < 2 or channels % 2:
+            raise SortRLError(f"BoundedConv: {channels} channels, expected an even number: they are ordered in pairs.")
+        self.stride = stride
+        # Cubes of normal numbers: few large weights, so that a fresh layer keeps contrast instead of averaging it away.
+        self.weight = nn.Parameter(torch.randn(channels, in_shape[0], kernel, kernel) ** 3)
+        self.bias = nn.Parameter(torch.zeros(channels))
+        self._summed: tuple[Tensor, int, float] | None = None
+
+    @property
+    def lipschitz(self) -> float:
+        """The largest sum of absolute weights of an output, rounded up; summed anew when they were written to."""
+        version = -1 if self.weight.is_inference() else self.weight._version
+        if self._summed is None or self._summed[0] is not self.weight or self._summed[1] != version:
+            largest = float(self.weight.detach().double().abs().flatten(1).sum(1).max()) * (1.0 + 1e-12)
+            self._summed = self.weight, version, largest
+        return self._summed[2]
+
+    @property
+    def offset(self) -> float:
+        """How large an output can be where all inputs are 0."""
+        return float(self.bias.detach().abs().max())
+
+    @property
+    def roundings(self) -> int:
+        """On the way of one input: its product and the sums, of both signs of weights apart if bounds are computed."""
+        return self.weight[0].numel() + 3
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _ordered(functional.conv2d(x, self.weight, self.bias, self.stride))
+
+    def trained(self, x: Tensor) -> Tensor:
+        """The layer while it is trained: weights divided by their sums, differentiably."""
+        return _ordered(functional.conv2d(x, self._normalized(), self.bias, self.stride))
+
+    @torch.no_grad()
+    def settle(self) -> None:
+        """Divide the weights by their sums for good."""
+        self.weight.copy_(self._normalized())
+
+    def _normalized(self) -> Tensor:
+        return self.weight / self.weight.abs().sum((1, 2, 3), keepdim=True).clamp(min=1e-12)
+
+    def bounds(self, lo: Tensor, hi: Tensor) -> tuple[Tensor, Tensor]:
+        """The exact range of the convolution over a box of inputs; MaxMin is nondecreasing."""
+        rising, falling = self.weight.clamp(min=0.0), self.weight.clamp(max=0.0)
+
+        def end(low: Tensor, high: Tensor) -> Tensor:
+            least = functional.conv2d(high, falling, None, self.stride)
+            return _ordered(functional.conv2d(low, rising, self.bias, self.stride) + least)
+
+        return end(lo, hi), end(hi, lo)
+
+    def extra_repr(self) -> str:
+        return f"-> {self.out_shape}, kernel={self.weight.shape[-1]}, stride={self.stride}"
+
+
+def _ordered(x: Tensor) -> Tensor:
+    first, second = x.chunk(2, 1)
+    return torch.cat([torch.maximum(first, second), torch.minimum(first, second)], 1)
+
+
+def patch_grid(layer: str, in_shape: tuple[int, int, int], kernel: int, stride: int) -> tuple[int, int]:
+    """How many patches fit into an image, down and across."""
+    if kernel < 1 or stride < 1 or kernel > min(in_shape[1:]):
+        raise SortRLError(
+            f"{layer}: kernel {kernel} and stride {stride} on images of shape {tuple(in_shape)}, expected a kernel that "
+            "fits into the image, and both at least 1."
+        )
+    return (in_shape[1] - kernel) // stride + 1, (in_shape[2] - kernel) // stride + 1
 
 
 def nonnegative_lipschitz(module: nn.Module, shape: tuple[int, ...]) -> float:

@@ -16,9 +16,18 @@ from torch import Tensor, nn
 
 from sortrl.errors import SortRLError
 from sortrl.memory import require
-from sortrl.nets.bounds import ErrorBound, FrontEnd, decide_one, error_bound, margin_radius, proven, traced_scores
+from sortrl.nets.bounds import (
+    ErrorBound,
+    FrontEnd,
+    FrontPart,
+    decide_one,
+    error_bound,
+    margin_radius,
+    proven,
+    traced_scores,
+)
 from sortrl.nets.certified import CertifiedPolicy, Decided, overflow, ranked
-from sortrl.nets.layers import AveragePool, Crop, MeanShift, Scale, SortConv, SortLinear
+from sortrl.nets.layers import AveragePool, BoundedConv, Crop, MeanShift, Scale, SortConv, SortLinear
 from sortrl.normalizer import Normalizer
 from sortrl.records import Decision
 
@@ -45,6 +54,8 @@ class PolicyConfig:
     """Samples that share one random mask in training."""
     conv: tuple[tuple[int, int, int], ...] = ()
     """Sort layers over the patches of an image, before those that see all of it: (channels, kernel, stride) each."""
+    bounded_conv: tuple[tuple[int, int, int], ...] = ()
+    """Convolutions with bounded weights, before all sort layers: (channels, kernel, stride) each."""
 
     def __post_init__(self) -> None:
         if self.n_actions < 2:
@@ -55,17 +66,20 @@ class PolicyConfig:
             if getattr(self, name) < 1:
                 raise SortRLError(f"SortPolicy: {name} is {getattr(self, name)}, expected at least 1.")
         whole = (self.n_actions, self.width, self.depth, self.mask_chunk, self.pool, *self.obs_shape, *self.crop)
-        whole += tuple(itertools.chain.from_iterable(self.conv))
+        whole += tuple(itertools.chain.from_iterable(self.conv + self.bounded_conv))
         if not all(isinstance(size, int) for size in whole) or len(self.crop) != 4 or min(self.crop) < 0:
             raise SortRLError(f"SortPolicy: every size must be a whole number, and crop four of them, got {self}.")
         if not self.obs_shape or min(self.obs_shape) < 1:
             raise SortRLError(f"SortPolicy: obs_shape is {self.obs_shape}, expected one or more positive sizes.")
-        if (self.pool > 1 or any(self.crop) or self.conv) and len(self.obs_shape) != 3:
+        if (self.pool > 1 or any(self.crop) or self.conv or self.bounded_conv) and len(self.obs_shape) != 3:
             raise SortRLError(
                 f"SortPolicy: crop, pool and conv need images (channels, height, width), not observations of shape {self.obs_shape}."
             )
-        if any(len(layer) != 3 for layer in self.conv):
-            raise SortRLError(f"SortPolicy: conv is {self.conv}, expected (channels, kernel, stride) for each layer.")
+        for name in ("conv", "bounded_conv"):
+            if any(len(layer) != 3 for layer in getattr(self, name)):
+                raise SortRLError(
+                    f"SortPolicy: {name} is {getattr(self, name)}, expected (channels, kernel, stride) for each layer."
+                )
 
 
 class SortPolicy(CertifiedPolicy):
@@ -97,27 +111,42 @@ class SortPolicy(CertifiedPolicy):
         pool: int = 1,
         mask_chunk: int = 128,
         conv: tuple[tuple[int, int, int], ...] = (),
+        bounded_conv: tuple[tuple[int, int, int], ...] = (),
         normalizer: Normalizer | None = None,
     ) -> None:
         super().__init__()
         self.config = PolicyConfig(
-            tuple(obs_shape), int(n_actions), width, depth, rho, scale, tuple(crop), pool, mask_chunk, tuple(conv)
+            tuple(obs_shape),
+            int(n_actions),
+            width,
+            depth,
+            rho,
+            scale,
+            tuple(crop),
+            pool,
+            mask_chunk,
+            tuple(conv),
+            tuple(bounded_conv),
         )
         self.normalizer = Normalizer.identity(self.obs_shape) if normalizer is None else normalizer
         if self.normalizer.obs_shape != self.obs_shape:
             raise SortRLError(
                 f"SortPolicy: observations have shape {self.obs_shape}, but the normalizer {self.normalizer.obs_shape}."
             )
-        front: list[Crop | AveragePool | Scale] = []
+        front: list[FrontPart] = []
         if any(crop):
             front.append(Crop(*crop))
         if pool > 1:
             front.append(AveragePool(pool))
+        with torch.no_grad():
+            seen = tuple(nn.Sequential(*front)(torch.zeros(1, *self.obs_shape)).shape[1:])
+        for channels, kernel, stride in self.config.bounded_conv:
+            bounded = BoundedConv((seen[0], seen[1], seen[2]), channels, kernel, stride)
+            front.append(bounded)
+            seen = bounded.out_shape
         if scale != 1.0:
             front.append(Scale(scale))
         self.front = cast("FrontEnd", nn.Sequential(*front))
-        with torch.no_grad():
-            seen = tuple(self.front(torch.zeros(1, *self.obs_shape)).shape[1:])
         layers: list[SortLinear] = []
         for channels, kernel, stride in self.config.conv:
             patches = SortConv((seen[0], seen[1], seen[2]), channels, kernel, stride)
@@ -174,7 +203,7 @@ class SortPolicy(CertifiedPolicy):
 
         A layer's input mask is drawn before the layer below runs, so that dropped outputs are never computed.
         """
-        x: Tensor = self.front(unit).flatten(1)
+        x = self._trained_front(unit)
         p, keep = float(self.p), None
         for index, layer in enumerate(self.layers[:-1]):
             next_keep = self._draw_mask(len(x), self.layers[index + 1], generator)
@@ -184,11 +213,18 @@ class SortPolicy(CertifiedPolicy):
 
     def exact_training_scores(self, unit: Tensor) -> Tensor:
         """Scores of the evaluation network, but with batch means: for the last steps of a training."""
-        x: Tensor = self.front(unit).flatten(1)
+        x = self._trained_front(unit)
         for layer, shift in zip(self.layers, self.shifts, strict=False):
             x = shift.centre(layer(x), None)
         scores: Tensor = -(self.layers[-1](x) + self.bias)
         return scores
+
+    def _trained_front(self, unit: Tensor) -> Tensor:
+        """The front ends, with the weights of convolutions divided by their sums on the way."""
+        x = unit
+        for part in self.front:
+            x = part.trained(x) if isinstance(part, BoundedConv) else part(x)
+        return x.flatten(1)
 
     def _draw_mask(self, batch: int, layer: SortLinear, generator: torch.Generator | None) -> Tensor | None:
         """Bernoulli(1 - rho) per input of ``layer`` and chunk of the batch; at least one input is always kept."""
@@ -202,14 +238,17 @@ class SortPolicy(CertifiedPolicy):
 
     @torch.no_grad()
     def calibrate(self, unit: Tensor, limit: int = 16384) -> None:
-        """Re-estimate the running means with the evaluation network on (up to ``limit``) unit-space states.
+        """Settle convolutions, and estimate the running means anew with the evaluation network on (up to ``limit``) states.
 
         Training means come from the smooth, masked network; call this before the policy is evaluated or saved.
         """
         if len(unit) == 0:
             raise SortRLError("calibrate: no states; pass at least one observation.")
+        for part in self.front:
+            if isinstance(part, BoundedConv):
+                part.settle()
         step = -(-len(unit) // limit)
-        x = self.front(unit[::step]).flatten(1)
+        x = torch.cat([self.front(part).flatten(1) for part in torch.split(unit[::step], 1024)])
         for layer, shift in zip(self.layers, self.shifts, strict=False):
             y = torch.cat([layer(part) for part in torch.split(x, 1024)])
             shift.running_mean.copy_(y.double().mean(0))
@@ -241,6 +280,7 @@ class SortPolicy(CertifiedPolicy):
         Found anew when a part or a tensor behind it was replaced or written to: a stale bound would be an unsound one.
         """
         tensors = [tensor for part in (*self.front, *self.layers) for tensor in part._buffers.values()]
+        tensors += [tensor for part in self.front for tensor in part.parameters()]
         state = [(id(tensor), -1 if tensor.is_inference() else tensor._version) for tensor in tensors]
         if self._bound is None or self._bound[0] != state:
             self._bound = state, error_bound(self), tensors  # kept, so that no other tensor gets their addresses

@@ -115,7 +115,8 @@ def _other_files(work: Path, run: Path) -> None:
     shape = (2, 9, 8)
     pixels = Normalizer.from_pixels(shape)
     SortPolicy(shape, 3, 6, 2, crop=(1, 0, 2, 0), pool=2, scale=0.5, normalizer=pixels).save(work / "image")
-    hybrid = HybridPolicy(shape, 3, width=6, depth=2, hidden=(5,), conv=((4, 3, 2),), scale=0.5, normalizer=pixels)
+    layers = {"bounded_conv": ((4, 2, 1),), "conv": ((4, 3, 2),), "depth": 2, "hidden": (5,)}
+    hybrid = HybridPolicy(shape, 3, width=6, **layers, scale=0.5, normalizer=pixels)
     hybrid.save(work / "hybrid")
     policy = SortPolicy.load(run)
     states = policy.normalize(np.random.default_rng(0).normal(size=(5, 4)))
