@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gymnasium as gym
 import numpy as np
 import pytest
 import torch
@@ -14,6 +15,7 @@ from sortrl.distill import DistillConfig, distill
 from sortrl.envs import describe
 from sortrl.errors import SortRLError
 from sortrl.evaluate import episode_seeds, evaluate, valid_range
+from sortrl.nets import SortPolicy
 from sortrl.teachers import load_teacher
 
 ENV = "CartPole-v1"
@@ -102,6 +104,62 @@ def test_episodes_are_fixed_paired_and_complete(student):
     assert row["episodes"] == 6
     assert row["mean"] == pytest.approx(np.mean(few.returns))
     assert few.sem == pytest.approx(few.std / np.sqrt(6))
+
+
+class Waiting(gym.Env):
+    """Shows 4 numbers that change every third step, always in the same array; the reward is the action."""
+
+    observation_space = gym.spaces.Box(-5, 5, (4,), np.float32)
+    action_space = gym.spaces.Discrete(2)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.time, self.seen = 0, np.zeros(4, np.float32)
+        return self._look(), {}
+
+    def step(self, action):
+        self.time += 1
+        return self._look(), float(action), self.time == 30, False, {}
+
+    def _look(self):
+        if self.time % 3 == 0:
+            self.seen[:] = self.np_random.normal(size=4)
+        return self.seen
+
+
+@pytest.mark.parametrize("attack", [None, attacks.PGD(3), attacks.UniformNoise()], ids=["none", "PGD", "noise"])
+def test_a_game_that_stands_still_is_asked_once(attack):
+    gym.register("sortrl-test/Waiting-v0", Waiting)
+    try:
+        torch.manual_seed(0)
+        policy = SortPolicy((4,), 2, width=16, depth=2).requires_grad_(False)
+        policy.calibrate(torch.randn(200, 4))
+        policy.bias.add_(policy.scores(torch.randn(200, 4)).mean(0))
+        asked = []
+
+        class Counted:
+            """The same policy, but nobody knows that it answers the same question in the same way."""
+
+            obs_shape, n_actions, normalize = policy.obs_shape, 2, policy.normalize
+
+            def scores(self, unit):
+                asked.append(len(unit))
+                return policy.scores(unit)
+
+        arguments = ("sortrl-test/Waiting-v0", attack, 0.3, 4)
+        known, unknown = evaluate(policy, *arguments, skip_certified=False), evaluate(Counted(), *arguments)
+        if attack is None or isinstance(attack, attacks.PGD):
+            assert known.returns.tolist() == unknown.returns.tolist()
+            assert known.changed_share == unknown.changed_share
+            assert 0 < known.returns.mean() < 30
+        assert len(known.radii) == 4 * 30, "one radius for every step, also where nothing was computed"
+        if isinstance(attack, attacks.PGD):
+            assert known.gradients * 3 == unknown.gradients
+            assert known.attacked_share == 1.0
+        if isinstance(attack, attacks.UniformNoise):
+            assert known.queries == unknown.queries, "what is random is drawn anew every time"
+    finally:
+        del gym.registry["sortrl-test/Waiting-v0"]
 
 
 def test_certificate_summary(student):

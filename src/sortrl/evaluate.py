@@ -26,16 +26,48 @@ Progress = Callable[[dict[str, Any]], None]
 SEEDS_PER_RUN = 1_000_000  # episodes of different run seeds never coincide
 
 
+@dataclass(frozen=True)
+class _Answer:
+    """What is done in a state: the action, the radius at it, and whether an attack was tried and changed it."""
+
+    action: int
+    radius: float | None
+    attacked: bool
+    changed: bool
+    repeats: bool
+    """Whether the same observation would be answered in the same way again: nothing was drawn at random."""
+
+
 @dataclass
 class _Episode:
     """One episode under way."""
 
     seed: int
     obs: npt.NDArray[Any]
+    answer: _Answer | None = None
+    """To ``obs``, once it is known."""
     total: float = 0.0
     radii: list[float] = field(default_factory=list)
     actions: list[int] = field(default_factory=list)
     changed: int = 0
+    attacked: int = 0
+
+    def __post_init__(self) -> None:
+        self.obs = self.obs.copy()  # the environment may write into its own
+
+    def play(self, answer: _Answer) -> None:
+        """Note what is about to be done."""
+        self.actions.append(answer.action)
+        self.attacked += answer.attacked
+        self.changed += answer.changed
+        if answer.radius is not None:
+            self.radii.append(answer.radius)
+
+    def see(self, obs: npt.NDArray[Any]) -> None:
+        """The next observation. A game that stands still asks the same question again, and gets the same answer."""
+        if self.answer is not None and not (self.answer.repeats and np.array_equal(obs, self.obs)):
+            self.answer = None
+        self.obs = obs.copy()
 
 
 def episode_seeds(seed: int, episodes: int) -> tuple[int, ...]:
@@ -65,7 +97,8 @@ def evaluate(
 
     The list of episodes is fixed and each is played to its end: nothing favours short ones. With ``skip_certified`` the
     attack is not run on states that are certified at eps, where it provably cannot change the action; the returns are
-    the same, sooner. ``when`` limits the attack to moments of its choice (:mod:`sortrl.timing`); default: every step.
+    the same, sooner. So are they where an observation comes twice in a row and nothing random is involved: the answer is
+    the same, and is not computed again. ``when`` limits the attack to moments of its choice (:mod:`sortrl.timing`); default: every step.
 
     >>> from sortrl.teachers import load_teacher
     >>> pushes_right = load_teacher(lambda obs: np.ones(len(obs), dtype=int), env_id="CartPole-v1")
@@ -76,39 +109,22 @@ def evaluate(
         raise SortRLError(f"evaluate: eps is {eps}, expected a finite number >= 0 in the policy's input units.")
     seeds = episode_seeds(seed, episodes)
     choose = None if when is None else when.begin(policy, env)
-    generator = torch.Generator().manual_seed(seed)
+    player = _Player(policy, attack, eps, skip_certified, choose, seed)
     finished: dict[int, _Episode] = {}
-    attacked = queries = gradients = 0
     started = time.monotonic()
     with EnvSlots(env, min(slots, episodes)) as envs:
-        low, high = valid_range(policy, envs.info)
+        player.low, player.high = valid_range(policy, envs.info)
         waiting = list(seeds)[::-1]
         playing = {slot: _Episode(s, envs.reset(slot, s)) for slot in range(len(envs)) for s in [waiting.pop()]}
         while playing:
-            now = list(playing.values())
-            unit = policy.normalize(np.stack([episode.obs for episode in now]))
-            actions, radii = _decide(policy, unit)
-            exposed, chosen = np.arange(len(unit)), attack
-            if radii is not None:
-                for episode, radius in zip(now, radii, strict=True):
-                    episode.radii.append(float(radius))
-                if skip_certified:
-                    exposed = np.flatnonzero(radii <= eps)
-            if attack is not None and choose is not None and eps > 0 and len(exposed):
-                picked, aims = choose(unit[torch.from_numpy(exposed)], [now[place] for place in exposed])
-                exposed, chosen = exposed[picked], _aimed(attack, aims)
-            if chosen is not None and eps > 0 and len(exposed):
-                result = chosen(policy, unit[torch.from_numpy(exposed)], eps, low, high, generator)
-                actions[exposed] = result.action
-                for place in exposed[result.changed]:
-                    now[place].changed += 1
-                attacked += len(exposed)
-                queries, gradients = queries + result.queries, gradients + result.gradients
-            envs.begin(playing, actions)
-            for (slot, episode), action in zip(list(playing.items()), actions, strict=True):
-                episode.obs, reward, done = envs.step(slot, int(action))
+            player.answer([episode for episode in playing.values() if episode.answer is None])
+            answers = [episode.answer for episode in playing.values() if episode.answer is not None]
+            envs.begin(playing, np.array([answer.action for answer in answers]))
+            for (slot, episode), answer in zip(list(playing.items()), answers, strict=True):
+                episode.play(answer)
+                obs, reward, done = envs.step(slot, answer.action)
+                episode.see(obs)
                 episode.total += reward
-                episode.actions.append(int(action))
                 if done:
                     finished[episode.seed] = playing.pop(slot)
                     if waiting:
@@ -129,13 +145,59 @@ def evaluate(
         lengths=lengths,
         changed_share=sum(episode.changed for episode in ordered) / int(lengths.sum()),
         radii=np.concatenate([episode.radii for episode in ordered]) if certified else None,
-        queries=queries,
-        gradients=gradients,
+        queries=player.queries,
+        gradients=player.gradients,
         seconds=time.monotonic() - started,
-        attacked_share=attacked / int(lengths.sum()),
+        attacked_share=sum(episode.attacked for episode in ordered) / int(lengths.sum()),
         timing="every step" if when is None else when.name,
         attack_parameters=_parameters(attack) | ({"when": _parameters(when)} if when is not None else {}),
     )
+
+
+class _Player:
+    """Policy and attack together: what is done in which state."""
+
+    def __init__(
+        self, policy: Policy, attack: Attack | None, eps: float, skip_certified: bool, choose: Any, seed: int
+    ) -> None:
+        self.policy, self.eps, self.skip_certified, self.choose = policy, eps, skip_certified, choose
+        self.attack = attack if eps > 0 else None
+        self.generator = torch.Generator().manual_seed(seed)
+        self.low: Tensor | None = None
+        self.high: Tensor | None = None
+        self.queries = self.gradients = 0
+        # A callable, or an agent that samples, may answer the same question in another way; a known network does not.
+        known = isinstance(policy, CertifiedPolicy) or getattr(policy, "architecture", None) is not None
+        self.repeats = known and choose is None
+
+    def answer(self, episodes: list[_Episode]) -> None:
+        """Decide what to do in the states that ``episodes`` are in."""
+        if not episodes:
+            return
+        unit = self.policy.normalize(np.stack([episode.obs for episode in episodes]))
+        actions, radii = _decide(self.policy, unit)
+        exposed, attack = np.arange(len(unit)), self.attack
+        if radii is not None and self.skip_certified:
+            exposed = np.flatnonzero(radii <= self.eps)
+        if attack is None:
+            exposed = exposed[:0]
+        elif self.choose is not None and len(exposed):
+            picked, aims = self.choose(unit[torch.from_numpy(exposed)], [episodes[place] for place in exposed])
+            exposed, attack = exposed[picked], _aimed(attack, aims)
+        attacked, changed = np.zeros(len(unit), bool), np.zeros(len(unit), bool)
+        drawn = self.generator.get_state()
+        if attack is not None and len(exposed):
+            result = attack(
+                self.policy, unit[torch.from_numpy(exposed)], self.eps, self.low, self.high, self.generator
+            )
+            actions[exposed], attacked[exposed], changed[exposed] = result.action, True, result.changed
+            self.queries, self.gradients = self.queries + result.queries, self.gradients + result.gradients
+        repeats = self.repeats and torch.equal(drawn, self.generator.get_state())
+        for place, episode in enumerate(episodes):
+            radius = None if radii is None else float(radii[place])
+            episode.answer = _Answer(
+                int(actions[place]), radius, bool(attacked[place]), bool(changed[place]), repeats
+            )
 
 
 def _parameters(value: Any) -> dict[str, Any]:
