@@ -18,6 +18,7 @@ from sortrl.files import write_text
 from sortrl.report.charts import episode_chart
 from sortrl.report.figures import save_png
 from sortrl.report.run import read_run
+from sortrl.reproduce import procgen
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
@@ -109,6 +110,14 @@ def certificates_table(results: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def procgen_table(results: dict[str, Any]) -> str:
+    return "\n".join(procgen.table_lines(results))
+
+
+def other_attacks_table(results: dict[str, Any]) -> str:
+    return "\n".join(procgen.other_attacks_lines(results))
+
+
 def images_table(results: dict[str, Any]) -> str:
     """Median radii where there are too many pixels for a complete search: what the valid range adds."""
     lines = [
@@ -129,6 +138,9 @@ TABLES = {
     "images": ("certificates", images_table),
     "fig1": ("fig1", fig1_table),
     "suites": ("fig1", suites_table),
+    "table2": ("table2", procgen_table),
+    "table2-attacks": ("table2", other_attacks_table),
+    "table4": ("table4", procgen_table),
     "bench": ("bench", bench_table),
 }
 

@@ -415,7 +415,7 @@ def teach(
 
 
 def reproduce(
-    what: Annotated[Literal["fig1", "certificates", "reliability"], tyro.conf.Positional],
+    what: Annotated[Literal["fig1", "table2", "table4", "certificates", "reliability"], tyro.conf.Positional],
     task: str | None = None,
     scale: Literal["smoke", "cpu", "paper"] = "cpu",
     out: Path = Path("results"),
@@ -428,13 +428,14 @@ def reproduce(
 
     Args:
         what: fig1: return against eps on the four classic tasks, in two protocols, under PGD-10 and the worst of all attacks;
+            table2, table4: ProcGen's Jumper and CoinRun under PGD-10 and PGD-30, beside published rivals;
             certificates: how tight the certificates of its students are; reliability: damaged files, kills at random
             moments, many threads and processes.
-        task: Only this task; of reliability, only this part: fuzz, crashes or soak.
+        task: Only this task; of tables 2 and 4, only this game (Jumper, Coinrun); of reliability, only this part (fuzz, crashes, soak).
         scale: smoke (minutes, to see that it works), cpu (hours on two cores), paper (the printed recipe at full length too).
         out: Where the JSON and the PNG go.
-        work: Where finished parts are kept [runs/fig1, or runs/reliability].
-        teachers: Folder of the published RL Baselines3 Zoo agents [$SORTRL_TEACHERS]; without it experts are trained.
+        work: Where finished parts are kept [runs/fig1, runs/procgen or runs/reliability].
+        teachers: Folder of the published agents [$SORTRL_TEACHERS]; without it experts are trained.
         jobs: Processes side by side [one per core].
         seconds: How long the soak of reliability lasts [as the scale says].
     """
@@ -443,10 +444,18 @@ def reproduce(
     def progress(line: str) -> None:
         print(line, file=sys.stderr, flush=True)
 
-    folder = work or Path("runs") / ("reliability" if what == "reliability" else "fig1")
+    kept = {"reliability": "reliability", "table2": "procgen", "table4": "procgen"}
+    folder = work or Path("runs") / kept.get(what, "fig1")
     if what == "reliability":
         found = module.reliability(main, scale, task, out, folder, seconds, progress)
         print("\n".join(module.reliability_summary(found)))
+        print(f"results: {out / what}.json")
+        return
+    if what in ("table2", "table4"):
+        from sortrl.reproduce.procgen import table_lines
+
+        found = module.procgen_table(what, scale, task, out, folder, teachers, progress)
+        print("\n".join(table_lines(found)))
         print(f"results: {out / what}.json")
         return
     if what == "certificates":

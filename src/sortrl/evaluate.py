@@ -187,17 +187,13 @@ class _Player:
         attacked, changed = np.zeros(len(unit), bool), np.zeros(len(unit), bool)
         drawn = self.generator.get_state()
         if attack is not None and len(exposed):
-            result = attack(
-                self.policy, unit[torch.from_numpy(exposed)], self.eps, self.low, self.high, self.generator
-            )
+            result = attack(self.policy, unit[torch.from_numpy(exposed)], self.eps, self.low, self.high, self.generator)
             actions[exposed], attacked[exposed], changed[exposed] = result.action, True, result.changed
             self.queries, self.gradients = self.queries + result.queries, self.gradients + result.gradients
         repeats = self.repeats and torch.equal(drawn, self.generator.get_state())
         for place, episode in enumerate(episodes):
             radius = None if radii is None else float(radii[place])
-            episode.answer = _Answer(
-                int(actions[place]), radius, bool(attacked[place]), bool(changed[place]), repeats
-            )
+            episode.answer = _Answer(int(actions[place]), radius, bool(attacked[place]), bool(changed[place]), repeats)
 
 
 def _parameters(value: Any) -> dict[str, Any]:

@@ -19,14 +19,19 @@ ZOO: dict[str, tuple[str, str | None]] = {
 
 
 def find_teachers(folder: Path | None) -> Path | None:
-    """The folder of the published agents: as given, or named by SORTRL_TEACHERS."""
+    """The folder of the published agents of classic control."""
+    return find_folder(folder, "sb3", ZOO["CartPole-v1"][0])
+
+
+def find_folder(folder: Path | None, inner: str, file: str) -> Path | None:
+    """Where ``file`` is: in the folder given, or named by SORTRL_TEACHERS, or in ``inner`` there. None if none is named."""
     chosen = folder or (Path(os.environ["SORTRL_TEACHERS"]) if "SORTRL_TEACHERS" in os.environ else None)
     if chosen is None:
         return None
-    for candidate in (chosen, chosen / "sb3"):
-        if (candidate / ZOO["CartPole-v1"][0]).exists():
+    for candidate in (chosen, chosen / inner):
+        if (candidate / file).exists():
             return candidate
-    raise SortRLError(f"{chosen} does not hold the published agents (no {ZOO['CartPole-v1'][0]}). Name their folder.")
+    raise SortRLError(f"{chosen} does not hold the published agents (no {file}). Name their folder.")
 
 
 def expert(protocol: str, task: str, work: Path, published: Path | None) -> Teacher:

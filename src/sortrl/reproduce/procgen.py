@@ -1,0 +1,261 @@
+"""Tables 2 and 4: returns on ProcGen's Jumper and CoinRun, of our student, its teacher and the published rivals.
+
+Every cell (game, levels, agent, eps) is kept in a file of its own, so that a stopped reproduction continues. The table says
+of each cell how many episodes it has, and which cells are not computed yet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from sortrl import attacks, provenance
+from sortrl.certify import certified_shares
+from sortrl.config import robustify_config
+from sortrl.errors import SortRLError
+from sortrl.evaluate import evaluate
+from sortrl.files import read_json, write_json
+from sortrl.nets import CertifiedPolicy
+from sortrl.pipeline import Run
+from sortrl.records import Policy
+from sortrl.reproduce import quoted
+from sortrl.reproduce.experts import find_folder
+from sortrl.reproduce.figure1 import Scale
+from sortrl.teachers import Teacher, load_teacher, sampled, teacher_preset, train_teacher
+
+Table = Literal["table2", "table4"]
+GAMES = ("Jumper", "Coinrun")
+LEVELS = ("train", "eval")
+TEST_SEED = 1500
+STUDENT, TEACHER, SAMPLED = "sortrl", "PPO", "PPO, sampled"
+PUBLISHED = {
+    "Jumper": {
+        TEACHER: "Jumper_ppo.pt",
+        "RADIAL-PPO": "Jumper_radial_ppo.pt",
+        "BCL-MOS(V)-AT": "BCL_MOS_V_AT_PPO_Jumper.pt",
+    },
+    "Coinrun": {},
+}
+# The attack of each table, its sizes in 255ths, and what the paper has there.
+COLUMNS: dict[str, tuple[str, tuple[int, ...], dict[tuple[str, str, str], quoted.Figures]]] = {
+    "table2": ("pgd-10", (0, 1, 3, 5), quoted.TABLE2),
+    "table4": ("pgd-30", (10, 20, 40), quoted.TABLE4),
+}
+CERTIFIED_AT = (1, 3, 5, 10)
+OTHER_ATTACKS = ("noise", "fgsm", "pgd-10-p32", "apgd-ce-10", "square-20")
+OTHERS_AT = 5
+
+
+@dataclass(frozen=True)
+class Episodes:
+    """How many, of our student and of the others; those are residual networks that cost many times as much to attack."""
+
+    student: int
+    clean: int
+    attacked: int
+    other_attacks: int
+
+
+SCALES: dict[str, Episodes] = {
+    "smoke": Episodes(2, 2, 2, 2),
+    "cpu": Episodes(200, 200, 50, 50),
+    "paper": Episodes(1000, 1000, 1000, 200),
+}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One agent on one set of levels at one eps."""
+
+    game: str
+    levels: str
+    agent: str
+    attack: str
+    level: int
+    """eps in 255ths."""
+
+    @property
+    def name(self) -> str:
+        agent = "".join(letter if letter.isalnum() else "-" for letter in self.agent)
+        return f"{self.game}-{self.levels}-{agent}-{self.attack}-{self.level}"
+
+    @property
+    def env_id(self) -> str:
+        return f"sortrl/{self.game}-{self.levels}-v0"
+
+
+def cells(table: Table, games: Iterable[str], published: bool) -> list[Cell]:
+    """All cells of a table; what is cheap or matters most comes first."""
+    attack, levels, _ = COLUMNS[table]
+    found = []
+    for game in games:
+        rivals = [agent for agent in PUBLISHED[game] if published and agent != TEACHER]
+        for agent in (STUDENT, TEACHER, *rivals):
+            found += [Cell(game, where, agent, attack if k else "none", k) for where in LEVELS for k in levels]
+            if agent in (STUDENT, TEACHER) and table == "table2":
+                found += [Cell(game, "train", agent, other, OTHERS_AT) for other in OTHER_ATTACKS]
+        if table == "table2":
+            found += [Cell(game, where, SAMPLED, "none", 0) for where in LEVELS]
+    return sorted(found, key=lambda cell: (GAMES.index(cell.game), cell.agent != STUDENT, cell.level > 0))
+
+
+def teacher_of(game: str, work: Path, published: Path | None, progress: Callable[[str], None]) -> Teacher:
+    """The published agent; or one that is trained here, which takes hours."""
+    env_id = f"sortrl/{game}-train-v0"
+    if published is not None and TEACHER in PUBLISHED[game]:
+        return load_teacher(published / PUBLISHED[game][TEACHER], env_id, merge="max")
+    progress(f"{game}: training a teacher, or reading the trained one")
+    return train_teacher(env_id, teacher_preset(env_id), work / "teachers" / game)
+
+
+def student_of(game: str, teacher: Teacher, work: Path, scale: Scale) -> CertifiedPolicy:
+    """Our student: trained now, continued, or read back."""
+    env_id = f"sortrl/{game}-train-v0"
+    tiny: dict[str, Any] = {"steps": 20, "dagger_rounds": 0} if scale == "smoke" else {}
+    config = robustify_config(env_id, train_teacher=False, **tiny)
+    return Run(work / "students" / f"{game}-{scale}", env_id, config, 0, quiet=False).student(teacher)
+
+
+def procgen_table(
+    table: Table,
+    scale: Scale = "cpu",
+    game: str | None = None,
+    out: Path = Path("results"),
+    work: Path = Path("runs/procgen"),
+    teachers: Path | None = None,
+    progress: Callable[[str], None] = print,
+) -> dict[str, Any]:
+    """Compute the cells that are missing, and write the table after each of them."""
+    if game is not None and game not in GAMES:
+        raise SortRLError(f"{table} has no game {game!r}; choose {' or '.join(GAMES)}.")
+    folder = find_folder(teachers, "procgen", PUBLISHED["Jumper"][TEACHER])
+    wanted = cells(table, (game,) if game else GAMES, folder is not None)
+    agents: dict[tuple[str, str], Policy] = {}
+    results = _write(table, wanted, scale, work, out, folder is not None)
+    for cell in wanted:
+        path = _file(cell, work, scale)
+        if path.exists():
+            continue
+        if (cell.game, cell.agent) not in agents:
+            agents = {(cell.game, cell.agent): _agent(cell, work, folder, scale, progress)}  # one at a time
+        write_json(path, _compute(cell, agents[cell.game, cell.agent], scale))
+        results = _write(table, wanted, scale, work, out, folder is not None)
+        progress(f"{table}: {cell.name}: {read_json(path)['mean']:.2f}, {len(results['cells'])} of {len(wanted)} cells")
+    return results
+
+
+def _agent(cell: Cell, work: Path, published: Path | None, scale: Scale, progress: Callable[[str], None]) -> Policy:
+    if cell.agent == STUDENT:
+        return student_of(cell.game, teacher_of(cell.game, work, published, progress), work, scale)
+    if cell.agent == TEACHER:
+        return teacher_of(cell.game, work, published, progress)
+    if cell.agent == SAMPLED and published is not None and TEACHER in PUBLISHED[cell.game]:
+        return sampled(load_teacher(published / PUBLISHED[cell.game][TEACHER], cell.env_id))
+    if cell.agent == SAMPLED:
+        return sampled(teacher_of(cell.game, work, published, progress))
+    assert published is not None
+    return load_teacher(published / PUBLISHED[cell.game][cell.agent], cell.env_id, merge="max")
+
+
+def _compute(cell: Cell, agent: Policy, scale: Scale) -> dict[str, Any]:
+    size = SCALES[scale]
+    if cell.attack in OTHER_ATTACKS:
+        episodes = size.other_attacks
+    elif cell.agent == STUDENT:
+        episodes = size.student
+    else:
+        episodes = size.attacked if cell.level else size.clean
+    attack = None if cell.attack == "none" else attacks.by_name(cell.attack)
+    result = evaluate(agent, cell.env_id, attack, cell.level / 255, episodes, TEST_SEED, name=cell.agent)
+    found = {"cell": asdict(cell), **result.to_json()}
+    if result.radii is not None and cell.level == 0:
+        shares = certified_shares(result, [k / 255 for k in CERTIFIED_AT])
+        found["certified"] = dict(zip(map(str, CERTIFIED_AT), shares, strict=True))
+    return found
+
+
+def _file(cell: Cell, work: Path, scale: Scale) -> Path:
+    return work / scale / f"{cell.name}.json"
+
+
+def _write(table: Table, wanted: list[Cell], scale: Scale, work: Path, out: Path, published: bool) -> dict[str, Any]:
+    attack, levels, figures = COLUMNS[table]
+    games = {cell.game for cell in wanted}
+    there = [path for cell in wanted if (path := _file(cell, work, scale)).exists()]
+    results = {
+        "schema": 1,
+        "table": table,
+        "scale": scale,
+        "attack": attack,
+        "levels": list(levels),
+        "protocol": f"easy mode; 200 training levels from 0, or all; greedy play (unless it says sampled); seed {TEST_SEED}: "
+        "200 episodes are every training level once; PGD steps of eps / 10 from the clean image; SEM over episodes",
+        "experts": "as published" if published else "trained here",
+        "missing": [cell.name for cell in wanted if not _file(cell, work, scale).exists()],
+        "versions": provenance.versions(),
+        "machine": provenance.machine(),
+        "cells": [read_json(path) for path in there],
+        "quoted": [
+            {
+                "game": game,
+                "levels": where,
+                "agent": agent,
+                "figures": [list(pair) for pair in figures[game, where, agent]],
+            }
+            for game, where, agent in figures
+            if game in games
+        ],
+    }
+    if there:
+        write_json(out / f"{table}.json", results)
+    return results
+
+
+def table_lines(results: dict[str, Any]) -> list[str]:
+    """The table in Markdown: measured rows, then those that the paper prints."""
+    levels = results["levels"]
+    lines = [
+        "| game | levels | agent | "
+        + " | ".join("clean" if k == 0 else f"{k}/255" for k in levels)
+        + " | certified at 1/255 |",
+        "|---" * (4 + len(levels)) + "|",
+    ]
+    rows: dict[tuple[str, str, str], dict[int, dict[str, Any]]] = {}
+    for found in results["cells"]:
+        cell = found["cell"]
+        if cell["attack"] in ("none", results["attack"]):
+            rows.setdefault((cell["game"], cell["levels"], cell["agent"]), {})[cell["level"]] = found
+    for (game, where, agent), by_level in sorted(rows.items(), key=lambda item: (item[0][0], item[0][1] != "train")):
+        texts = [_text(by_level.get(k)) for k in levels]
+        share = by_level.get(0, {}).get("certified", {}).get("1")
+        name = "**sortrl**" if agent == STUDENT else agent
+        lines.append(f"| {game} | {where} | {name} | {' | '.join(texts)} | {'' if share is None else f'{share:.1%}'} |")
+    for row in results["quoted"]:
+        texts = [f"{mean:.2f} ± {sem:.2f}" for mean, sem in row["figures"]]
+        lines.append(
+            f"| {row['game']} | {row['levels']} | {row['agent']}, *quoted from the paper* | {' | '.join(texts)} | |"
+        )
+    return lines
+
+
+def other_attacks_lines(results: dict[str, Any]) -> list[str]:
+    """What attacks of other kinds do on the training levels, in Markdown; empty if none was tried."""
+    found: dict[str, dict[str, Any]] = {}
+    for entry in results["cells"]:
+        if entry["cell"]["attack"] in OTHER_ATTACKS:
+            found.setdefault(f"{entry['cell']['game']}, {entry['cell']['agent']}", {})[entry["cell"]["attack"]] = entry
+    if not found:
+        return []
+    names = [name for name in OTHER_ATTACKS if any(name in row for row in found.values())]
+    head = f"| return at {OTHERS_AT}/255, training levels | " + " | ".join(names) + " |"
+    rows = [f"| {agent} | {' | '.join(_text(row.get(name)) for name in names)} |" for agent, row in found.items()]
+    return [head, "|---" * (1 + len(names)) + "|", *rows]
+
+
+def _text(found: dict[str, Any] | None) -> str:
+    if found is None:
+        return ""
+    episodes = "" if found["episodes"] >= 200 else f" ({found['episodes']} episodes)"
+    return f"{found['mean']:.2f} ± {found['sem']:.2f}{episodes}"

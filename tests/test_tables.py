@@ -1,0 +1,82 @@
+"""Tables 2 and 4: which cells there are, that they resume, and what the rendered table says."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from sortrl.errors import SortRLError
+from sortrl.files import read_json, write_json
+from sortrl.nets import HybridPolicy
+from sortrl.normalizer import Normalizer
+from sortrl.reproduce import procgen as tables
+from sortrl.reproduce.procgen import STUDENT, Cell
+
+
+def test_cells_cover_the_tables():
+    with_rivals, alone = (tables.cells("table2", tables.GAMES, published) for published in (True, False))
+    assert len({cell.name for cell in with_rivals}) == len(with_rivals)
+    jumper = [cell for cell in with_rivals if cell.game == "Jumper" and cell.attack in ("none", "pgd-10")]
+    assert {cell.level for cell in jumper} == {0, 1, 3, 5}
+    assert {cell.agent for cell in jumper} == {STUDENT, "PPO", "PPO, sampled", "RADIAL-PPO", "BCL-MOS(V)-AT"}
+    assert not any(cell.agent.startswith(("RADIAL", "BCL")) for cell in alone)
+    assert {cell.level for cell in tables.cells("table4", ["Jumper"], True)} == {10, 20, 40}
+    assert with_rivals[0].agent == STUDENT
+    assert tables.SCALES["cpu"].student >= 200
+
+
+def test_the_paper_is_quoted_for_every_row_and_column():
+    for _, levels, figures in tables.COLUMNS.values():
+        assert all(len(row) == len(levels) for row in figures.values())
+        assert {where for _, where, _ in figures} == set(tables.LEVELS)
+
+
+@pytest.fixture
+def tiny() -> HybridPolicy:
+    torch.manual_seed(0)
+    shape = (3, 64, 64)
+    conv = ((4, 8, 8), (8, 8, 1))
+    policy = HybridPolicy(
+        shape, 6, width=8, depth=1, hidden=(), bounded_conv=conv, normalizer=Normalizer.from_pixels(shape)
+    )
+    policy.calibrate(torch.rand(64, *shape))
+    return policy.requires_grad_(False)
+
+
+@pytest.mark.usefixtures("procgen")
+def test_cells_are_computed_once_and_written_as_they_come(tiny, tmp_path, monkeypatch, capsys):
+    """With a student that knows nothing, in the real game (its first level, which ends at once): the table grows cell by
+    cell, and a second run computes nothing."""
+    monkeypatch.setitem(tables.SCALES, "smoke", tables.Episodes(1, 1, 1, 1))
+    few = [Cell("Jumper", "train", STUDENT, "none", 0), Cell("Jumper", "train", STUDENT, "pgd-10", 3)]
+    monkeypatch.setattr(tables, "cells", lambda *_: few)
+    monkeypatch.setattr(tables, "_agent", lambda *_: tiny)
+    monkeypatch.delenv("SORTRL_TEACHERS", raising=False)
+    results = tables.procgen_table("table2", "smoke", "Jumper", tmp_path / "out", tmp_path / "work")
+    assert results["missing"] == []
+    assert read_json(tmp_path / "out" / "table2.json") == results
+    clean = results["cells"][0]
+    assert clean["episodes"] == 1
+    assert clean["certified"].keys() == {"1", "3", "5", "10"}
+    monkeypatch.setattr(tables, "_compute", lambda *_: pytest.fail("it was there already"))
+    again = tables.procgen_table("table2", "smoke", "Jumper", tmp_path / "out", tmp_path / "work")
+    assert again == results
+    text = "\n".join(tables.table_lines(results))
+    assert "| Jumper | train | **sortrl** |" in text
+    assert "quoted from the paper" in text
+    assert "(1 episodes)" in text
+
+
+def test_other_attacks_stand_in_a_table_of_their_own(tmp_path):
+    cell = {"game": "Jumper", "levels": "train", "agent": STUDENT, "attack": "fgsm", "level": 5}
+    results = {"cells": [{"cell": cell, "mean": 7.0, "sem": 0.5, "episodes": 50}]}
+    assert tables.other_attacks_lines(results)[-1] == "| Jumper, sortrl | 7.00 ± 0.50 (50 episodes) |"
+    assert tables.other_attacks_lines({"cells": []}) == []
+
+
+def test_bad_requests_are_named(tmp_path):
+    with pytest.raises(SortRLError, match="no game 'Pong'"):
+        tables.procgen_table("table2", game="Pong")
+    write_json(tmp_path / "other.json", {})
+    with pytest.raises(SortRLError, match=r"does not hold the published agents \(no Jumper_ppo.pt\)"):
+        tables.procgen_table("table2", teachers=tmp_path)
