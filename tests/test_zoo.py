@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import sortrl
-from sortrl import zoo
+from sortrl import attacks, zoo
 from sortrl.certify import save_certificates
 from sortrl.cli import main
 from sortrl.collect import CollectConfig
@@ -19,6 +19,7 @@ from sortrl.errors import SortRLError
 from sortrl.files import read_json, read_tensors
 from sortrl.pipeline import open_run
 from sortrl.publish import publish
+from sortrl.teachers import quantized
 from sortrl.verify import verify
 
 ENTRIES = zoo.names()
@@ -119,3 +120,18 @@ def test_an_entry_can_be_watched(name, tmp_path, monkeypatch, capsys):
     main(["watch", f"zoo:{name}", "--max-steps", "3"])
     assert (tmp_path / "runs" / f"zoo-{name}" / "episode.gif").exists()
     assert "film:" in capsys.readouterr().out
+
+
+def test_rounding_pixels_defends_a_teacher_whose_pixels_are_black_or_white():
+    """The baseline that certificates have to be compared with: where images have two levels, it is hard to beat."""
+    pytest.importorskip("minatar")
+    env_id, _, teacher = open_run(Path("zoo:breakout"))
+    behind = quantized(teacher, 2)
+    arguments = (env_id, attacks.PGD(10), 0.3, 3)
+    clean, attacked = (sortrl.evaluate(behind, env_id, episodes=3), sortrl.evaluate(behind, *arguments))
+    assert attacked.returns.tolist() == clean.returns.tolist()
+    assert sortrl.evaluate(teacher, *arguments).mean < 0.5 * clean.mean
+    unit = teacher.normalize(np.random.default_rng(0).integers(0, 256, size=(20, *teacher.obs_shape)))
+    assert attacks.PGD(10)(behind, unit, 0.3).changed.any(), "the gradient behind the rounding is there to be followed"
+    with pytest.raises(SortRLError, match="expected a whole number from 2"):
+        quantized(teacher, 1)

@@ -6,6 +6,7 @@ from sortrl.teachers.architecture import Architecture
 from sortrl.teachers.config import DQN_TEACHERS, PQN_TEACHERS, TEACHERS, PQNConfig, TeacherConfig, teacher_preset
 from sortrl.teachers.load import load_teacher
 from sortrl.teachers.normalization import load_normalizer, save_normalizer
+from sortrl.teachers.quantizing import quantized
 from sortrl.teachers.sampling import sampled
 from sortrl.teachers.smoothing import smoothed
 from sortrl.teachers.teacher import Teacher
@@ -21,6 +22,7 @@ __all__ = [
     "TeacherConfig",
     "load_normalizer",
     "load_teacher",
+    "quantized",
     "sampled",
     "save_normalizer",
     "smoothed",
