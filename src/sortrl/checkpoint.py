@@ -72,13 +72,13 @@ class Checkpoint:
 
 
 @contextmanager
-def damage_named(path: Path) -> Iterator[None]:
-    """A training state that torch cannot take over is damaged, whichever part of it notices first."""
+def damage_named(path: Path, advice: str = "Delete it to start this training over.") -> Iterator[None]:
+    """A file that cannot be used as what it says it is is damaged, whichever part of its user notices first."""
     try:
         yield
-    except (KeyError, IndexError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+    except (LookupError, TypeError, ValueError, AttributeError, RuntimeError, ArithmeticError) as error:
         reason = str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__
-        raise SortRLError(f"{path} is damaged ({reason}). Delete it to start this training over.") from error
+        raise SortRLError(f"{path} is damaged ({reason}). {advice}") from error
 
 
 def prefixed(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -476,7 +476,7 @@ def zoo(
         folder: Where --add writes.
     """
     from sortrl import zoo as entries
-    from sortrl.publish import card_text, publish
+    from sortrl.publish import described, publish, summed_up
 
     if add is not None:
         if name is None:
@@ -484,12 +484,10 @@ def zoo(
         print(f"entry: {publish(add, name, folder)}")
         return
     if name is not None:
-        print(card_text(entries.card(name.removeprefix(entries.PREFIX))), end="")
+        print(described(entries.entry(name.removeprefix(entries.PREFIX))), end="")
         return
-    for entry in entries.names():
-        card = entries.card(entry)
-        clean = next(row["mean"] for row in card["returns"] if row["policy"] == "student" and row["eps"] == 0)
-        print(f"zoo:{entry:<14} {card['env']:<24} clean return {clean:.1f}, trained for eps {card['eps']:g}")
+    for known in entries.names():
+        print(f"zoo:{known:<14} {summed_up(entries.entry(known))}")
 
 
 def tasks() -> None:

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from sortrl import nets, zoo
+from sortrl.checkpoint import damage_named
 from sortrl.collect import load_demonstrations
 from sortrl.errors import SortRLError
 from sortrl.files import read_object, read_tensors, write_json, write_tensors, write_text
@@ -18,6 +19,7 @@ from sortrl.nets.certified import FILE_NAME, CertifiedPolicy
 from sortrl.pipeline import identity_of
 
 HALF_AGREEMENT = 0.999
+AGAIN = "Fetch the entry again."
 SAMPLE = 20_000  # states on which the two precisions are compared
 
 
@@ -101,8 +103,21 @@ def _card(name: str, results: dict[str, Any], agreement: float | None, files: di
     }
 
 
+def described(where: Path) -> str:
+    """The card of an entry for people, from its folder."""
+    with damage_named(where / zoo.CARD, AGAIN):
+        return card_text(zoo.card(where))
+
+
+def summed_up(where: Path) -> str:
+    """An entry in a line."""
+    with damage_named(where / zoo.CARD, AGAIN):
+        found = zoo.card(where)
+        clean = [row["mean"] for row in found["returns"] if row["policy"] == "student" and row["eps"] == 0]
+        return f"{found['env']:<24} clean return {clean[0]:.1f}, trained for eps {found['eps']:.4g}"
+
+
 def card_text(found: dict[str, Any]) -> str:
-    """The card for people."""
     rows = [
         f"| {row['policy']} | {row['attack']} | {row['eps']:g} | {row['mean']:.1f} ± {row['sem']:.1f} |"
         for row in found["returns"]

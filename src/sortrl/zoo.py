@@ -38,14 +38,19 @@ def names() -> list[str]:
     return sorted(path.parent.name for path in folder().glob(f"*/{CARD}"))
 
 
-def card(name: str) -> dict[str, Any]:
-    """What is known about an entry."""
+def entry(name: str) -> Path:
+    """The folder of an entry."""
     if name not in names():  # which also keeps a name from leading out of the folder
         known = ", ".join(names()) or f"nothing in {folder()}; point SORTRL_ZOO to the zoo of a source tree"
         raise SortRLError(f"There is no {PREFIX}{name[:60]}. The zoo has {known}.")
-    found = read_object(folder() / name / CARD)
+    return folder() / name
+
+
+def card(where: Path) -> dict[str, Any]:
+    """What is known about an entry, from its folder."""
+    found = read_object(where / CARD)
     if found.get("format") != FORMAT or not isinstance(found.get("files"), dict):
-        raise SortRLError(f"{folder() / name / CARD}: format {found.get('format')!r}, expected {FORMAT}.")
+        raise SortRLError(f"{where / CARD}: format {str(found.get('format'))[:60]!r}, expected {FORMAT}.")
     return found
 
 
@@ -62,14 +67,15 @@ def locate(path: str | Path) -> Path:
     """
     if not is_entry(path):
         return Path(path)
-    name = str(path).removeprefix(PREFIX)
-    stated, entry = card(name)["files"], folder() / name
-    for file, digest in stated.items():
-        if ".." in Path(file).parts or sha256(entry / file) != digest:
-            raise SortRLError(
-                f"{entry / file} is not the file that the card of {PREFIX}{name} describes. Fetch it again."
-            )
-    return entry
+    return checked(entry(str(path).removeprefix(PREFIX)))
+
+
+def checked(where: Path) -> Path:
+    """The folder of an entry, if its files are those that its card describes."""
+    for file, digest in card(where)["files"].items():
+        if ".." in Path(file).parts or Path(file).is_absolute() or sha256(where / file) != digest:
+            raise SortRLError(f"{where / file} is not the file that {where / CARD} describes. Fetch the entry again.")
+    return where
 
 
 def sha256(path: Path) -> str:

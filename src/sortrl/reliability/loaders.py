@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from sortrl import report
+from sortrl import report, zoo
 from sortrl.attacks.learned import LearnedAdversary
 from sortrl.attacks.rl import Aimed
 from sortrl.certify import load_certificates, save_certificates
@@ -23,6 +23,7 @@ from sortrl.files import read_json
 from sortrl.nets import HybridPolicy, SortPolicy, load
 from sortrl.normalizer import Normalizer
 from sortrl.pipeline import open_run, trained_eps
+from sortrl.publish import described, publish, summed_up
 from sortrl.records import stored_rows
 from sortrl.reliability import mutations
 from sortrl.reliability.tiny import ENV, TEACHER, tiny_run
@@ -91,6 +92,7 @@ def loaders(work: Path) -> list[Loader]:
             "results.json", _copy(run / "results.json", work / "report"), text, _read_results, ("report", "{folder}")
         ),
         Loader("run.json", _copy(run, work / "opened") / "run.json", text, _read_run, ("evaluate", "{folder}")),
+        Loader("zoo card", _entry(run, work), text, _read_card),
         Loader("evaluation.json", _copy(run / "evaluation.json", work), text, lambda f: stored_rows(read_json(f), f)),
         Loader("suite.json", *_suite(run, work)),
         Loader("film", work / "film" / FILM, mutations.BLIND, lambda f: _film_in(f.parent)),
@@ -158,6 +160,14 @@ def _read_results(file: Path) -> object:
 
 def _read_run(file: Path) -> object:
     return open_run(file.parent), trained_eps(file.parent)
+
+
+def _entry(run: Path, work: Path) -> Path:
+    return publish(run, "tiny", work / "zoo") / zoo.CARD
+
+
+def _read_card(file: Path) -> object:
+    return zoo.checked(file.parent), described(file.parent), summed_up(file.parent)
 
 
 def _checkpoint(run: Path, work: Path) -> tuple[Path, Mapping[str, mutations.Mutation], Callable[[Path], object]]:
