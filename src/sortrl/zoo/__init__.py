@@ -25,8 +25,8 @@ def folder() -> Path:
     if chosen := os.environ.get("SORTRL_ZOO"):
         return Path(chosen)
     here = Path(__file__).resolve()
-    installed, source = here.with_name("_zoo"), here.parents[2] / "zoo"
-    return installed if installed.is_dir() else source
+    installed, source = here.parent, here.parents[3] / "zoo"  # a wheel has the entries beside this file
+    return installed if any(installed.glob(f"*/{CARD}")) else source
 
 
 def names() -> list[str]:
