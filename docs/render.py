@@ -56,7 +56,7 @@ def suites_table(results: dict[str, Any]) -> str:
                 ):
                     cells = [f"{pgd['mean']:.0f}", *(f"{p['mean']:.0f} ({p['attack']})" for p in (paper, full))]
                     lines.append(f"| {protocol} | {task} | {AGENTS[agent]} | {pgd['eps']:g} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+    return "\n".join(lines) if len(lines) > 2 else "(being computed)"
 
 
 def bench_table(results: dict[str, Any]) -> str:

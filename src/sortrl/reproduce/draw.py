@@ -24,7 +24,7 @@ def draw(results: dict[str, Any], path: Path) -> None:
     tasks = list(dict.fromkeys(task for protocol in curves.values() for task in protocol))
     figure = Figure(figsize=(3.3 * len(tasks), 2.9 * len(curves)), layout="constrained")
     FigureCanvasAgg(figure)
-    axes = figure.subplots(len(curves), len(tasks), squeeze=False)
+    axes = figure.subplots(len(curves), len(tasks), squeeze=False, sharey="col")
     for row, (protocol, by_task) in enumerate(curves.items()):
         for column, task in enumerate(tasks):
             axis = axes[row][column]
