@@ -310,6 +310,29 @@ def test_control_c_stops_cleanly(tmp_path):
     assert not (out / "report.html").exists(), "stopped too late to test anything"
 
 
+def test_an_interrupt_that_is_lost_comes_again(monkeypatch, capsys):
+    """As when it arrives while an object is being finalised: Python drops it there."""
+    lost = []
+
+    def deaf() -> None:
+        """Hears only the second time."""
+        try:
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(60)
+        except KeyboardInterrupt:
+            lost.append(1)
+        time.sleep(60)
+
+    monkeypatch.setattr(cli, "INTERRUPT_AGAIN", 0.2)
+    monkeypatch.setitem(cli.COMMANDS, "info", deaf)
+    handlers = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGALRM)
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["info"])
+    assert (lost, stop.value.code) == ([1], 130)
+    assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGALRM)) == handlers
+    time.sleep(0.5)  # and no alarm is left behind
+
+
 def balancer_zip(path: Path) -> Path:
     """The hand-written controller as a Stable-Baselines3 agent."""
     import io

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import os
 import shlex
+import signal
 import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -576,7 +580,8 @@ COMMANDS = {
 def main(arguments: list[str] | None = None) -> None:
     """Entry point of ``sortrl``. Exit codes: 0 done, 1 a mistake that the message explains, 2 usage, 130 stopped."""
     try:
-        tyro.extras.subcommand_cli_from_dict(COMMANDS, args=arguments, prog="sortrl", description=HELP)
+        with _insistent_interrupts():
+            tyro.extras.subcommand_cli_from_dict(COMMANDS, args=arguments, prog="sortrl", description=HELP)
     except SortRLError as error:
         print(f"sortrl: {error}", file=sys.stderr)
         sys.exit(1)
@@ -588,6 +593,32 @@ def main(arguments: list[str] | None = None) -> None:
         sys.exit(1)
 
 
+@contextmanager
+def _insistent_interrupts() -> Iterator[None]:
+    """Repeat an interrupt until the command has ended.
+
+    Python forgets one that arrives while an object is being finalised, and so may code between C and Python; the command
+    would go on as if nobody had asked it to stop.
+    """
+
+    def interrupt(number: int, frame: object) -> None:
+        signal.setitimer(signal.ITIMER_REAL, INTERRUPT_AGAIN)
+        raise KeyboardInterrupt
+
+    usual = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if not usual or threading.current_thread() is not threading.main_thread() or not hasattr(signal, "setitimer"):
+        yield  # somebody else looks after interrupts, or nobody can
+        return
+    before = {number: signal.signal(number, interrupt) for number in (signal.SIGINT, signal.SIGALRM)}
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+INTERRUPT_AGAIN = 3.0  # seconds, in which most commands have long cleaned up and ended
 MOST_THREADS = 1024
 HELP = "Turn a trained RL agent into one whose every decision carries a robustness certificate."
 
