@@ -41,7 +41,8 @@ def publish(run: Path, name: str, folder: Path = Path("zoo")) -> Path:
         identity["teacher"] = Path(str(identity.get("teacher"))).name  # not where it once lay
         write_json(entry / "run.json", {"identity": identity})
         if (run / "teacher" / "teacher.safetensors").exists():
-            shutil.copytree(run / "teacher", entry / "teacher", ignore=_all_but_the_teacher)
+            (entry / "teacher").mkdir()
+            shutil.copy(run / "teacher" / "teacher.safetensors", entry / "teacher")
             files.append("teacher/teacher.safetensors")
         found = _card(name, results, agreement, {file: zoo.sha256(entry / file) for file in files})
         write_text(entry / "README.md", card_text(found))
@@ -50,10 +51,6 @@ def publish(run: Path, name: str, folder: Path = Path("zoo")) -> Path:
         shutil.rmtree(entry, ignore_errors=True)
         raise
     return entry
-
-
-def _all_but_the_teacher(directory: str, names: list[str]) -> list[str]:
-    return [name for name in names if name != "teacher.safetensors"]
 
 
 def _write_policy(run: Path, entry: Path) -> float | None:
