@@ -14,7 +14,7 @@ from sortrl.collect import CollectConfig, collect
 from sortrl.distill import DistillConfig, distill
 from sortrl.envs import describe
 from sortrl.errors import SortRLError
-from sortrl.evaluate import episode_seeds, evaluate, valid_range
+from sortrl.evaluate import episode_seeds, evaluate, evaluate_curve, valid_range
 from sortrl.nets import SortPolicy
 from sortrl.teachers import load_teacher
 
@@ -193,3 +193,31 @@ def test_bad_input_is_named(case, student):
     call, message = BAD_INPUT[case]
     with pytest.raises(SortRLError, match=message):
         call(student)
+
+
+def test_a_curve_is_its_points_played_side_by_side(student):
+    grid = (0.0, 0.05, 0.3)
+    curve = evaluate_curve(student, ENV, attacks.PGD(10), grid, episodes=6, seed=4, slots=5)
+    for eps, together in zip(grid, curve, strict=True):
+        alone = evaluate(student, ENV, attacks.PGD(10), eps, episodes=6, seed=4)
+        assert together.eps_unit == eps
+        assert together.seeds == alone.seeds
+        assert together.returns.tolist() == alone.returns.tolist()
+        assert together.radii.tolist() == alone.radii.tolist()
+        for count in ("attack", "changed_share", "attacked_share", "queries", "gradients"):
+            assert getattr(together, count) == getattr(alone, count), count
+    assert curve[0].attack == "none"
+    assert curve[0].queries == 0
+    assert curve[2].changed_share > curve[1].changed_share
+
+
+@pytest.mark.parametrize("grid", [(), (0.1, 0.1), (0.1, -1.0), (float("nan"),)])
+def test_a_curve_needs_sensible_points(student, grid):
+    with pytest.raises(SortRLError, match="each once"):
+        evaluate_curve(student, ENV, attacks.PGD(10), grid)
+
+
+def test_playing_leaves_the_number_of_threads_alone(student):
+    before = torch.get_num_threads()
+    evaluate(student, ENV, episodes=1)
+    assert torch.get_num_threads() == before

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from sortrl.attacks import Aimed, Attack
 from sortrl.attacks.valid import valid_range
@@ -20,10 +21,11 @@ from sortrl.nets import CertifiedPolicy
 from sortrl.records import EvalResult, Policy
 from sortrl.timing import Timing
 
-__all__ = ["episode_seeds", "evaluate", "valid_range"]
+__all__ = ["episode_seeds", "evaluate", "evaluate_curve", "valid_range"]
 
 Progress = Callable[[dict[str, Any]], None]
 SEEDS_PER_RUN = 1_000_000  # episodes of different run seeds never coincide
+SMALL = 1 << 24  # weights times states below which a second thread costs more to wake than it saves
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,7 @@ class _Episode:
     """One episode under way."""
 
     seed: int
+    eps: float
     obs: npt.NDArray[Any]
     answer: _Answer | None = None
     """To ``obs``, once it is known."""
@@ -51,6 +54,8 @@ class _Episode:
     actions: list[int] = field(default_factory=list)
     changed: int = 0
     attacked: int = 0
+    queries: float = 0.0
+    gradients: float = 0.0
 
     def __post_init__(self) -> None:
         self.obs = self.obs.copy()  # the environment may write into its own
@@ -105,17 +110,60 @@ def evaluate(
     >>> evaluate(pushes_right, "CartPole-v1", episodes=3).mean < 20
     True
     """
-    if not 0 <= eps < float("inf"):
-        raise SortRLError(f"evaluate: eps is {eps}, expected a finite number >= 0 in the policy's input units.")
+    return evaluate_curve(
+        policy,
+        env,
+        attack,
+        (eps,),
+        episodes,
+        seed,
+        when=when,
+        slots=slots,
+        name=name,
+        skip_certified=skip_certified,
+        progress=progress,
+    )[0]
+
+
+def evaluate_curve(
+    policy: Policy,
+    env: str,
+    attack: Attack | None,
+    eps_grid: Sequence[float],
+    episodes: int = 20,
+    seed: int = 0,
+    *,
+    when: Timing | None = None,
+    slots: int = 64,
+    name: str | None = None,
+    skip_certified: bool = True,
+    progress: Progress | None = None,
+) -> list[EvalResult]:
+    """:func:`evaluate` at several eps, one result each. The episodes of all of them are played side by side: a small
+    network takes hardly longer over many states than over a few.
+
+    Costs (queries, gradients, seconds) are shared out by the states that were attacked.
+    """
+    if not eps_grid or len({*eps_grid}) < len(eps_grid) or not all(0 <= eps < float("inf") for eps in eps_grid):
+        raise SortRLError(
+            f"evaluate: eps is {', '.join(map(str, eps_grid))}, expected finite numbers >= 0 in the policy's input units, "
+            "each once."
+        )
     seeds = episode_seeds(seed, episodes)
+    waiting = [(eps, one) for eps in eps_grid for one in seeds][::-1]
+    slots = min(slots, len(waiting))
     choose = None if when is None else when.begin(policy, env)
-    player = _Player(policy, attack, eps, skip_certified, choose, seed)
-    finished: dict[int, _Episode] = {}
+    player = _Player(policy, attack, skip_certified, choose, seed)
+    finished: dict[tuple[float, int], _Episode] = {}
     started = time.monotonic()
-    with EnvSlots(env, min(slots, episodes)) as envs:
+    with EnvSlots(env, slots) as envs, _threads_for(policy, slots):
         player.low, player.high = valid_range(policy, envs.info)
-        waiting = list(seeds)[::-1]
-        playing = {slot: _Episode(s, envs.reset(slot, s)) for slot in range(len(envs)) for s in [waiting.pop()]}
+
+        def begin(slot: int) -> _Episode:
+            eps, following = waiting.pop()
+            return _Episode(following, eps, envs.reset(slot, following))
+
+        playing = {slot: begin(slot) for slot in range(slots)}
         while playing:
             player.answer([episode for episode in playing.values() if episode.answer is None])
             answers = [episode.answer for episode in playing.values() if episode.answer is not None]
@@ -126,46 +174,72 @@ def evaluate(
                 episode.see(obs)
                 episode.total += reward
                 if done:
-                    finished[episode.seed] = playing.pop(slot)
+                    finished[episode.eps, episode.seed] = playing.pop(slot)
                     if waiting:
-                        following = waiting.pop()
-                        playing[slot] = _Episode(following, envs.reset(slot, following))
+                        playing[slot] = begin(slot)
                     if progress is not None:
-                        progress({"episodes": len(finished), "total": episodes})
-    ordered = [finished[s] for s in seeds]
-    lengths = np.array([len(episode.actions) for episode in ordered])
+                        progress({"episodes": len(finished), "total": episodes * len(eps_grid)})
+    seconds = time.monotonic() - started
+    steps = sum(len(episode.actions) for episode in finished.values())
+    points = [[finished[eps, one] for one in seeds] for eps in eps_grid]
+    label = str(name or getattr(policy, "name", type(policy).__name__))
+    return [_result(policy, env, attack, when, label, point, seconds / steps) for point in points]
+
+
+def _result(
+    policy: Policy,
+    env: str,
+    attack: Attack | None,
+    when: Timing | None,
+    name: str,
+    episodes: list[_Episode],
+    seconds_per_step: float,
+) -> EvalResult:
+    """The record of one point; where eps is 0, nothing was attacked."""
+    attack = attack if episodes[0].eps > 0 else None
+    lengths = np.array([len(episode.actions) for episode in episodes])
+    steps = int(lengths.sum())
     certified = isinstance(policy, CertifiedPolicy)
     return EvalResult(
         env_id=env,
-        policy=str(name or getattr(policy, "name", type(policy).__name__)),
+        policy=name,
         attack="none" if attack is None else attack.name,
-        eps_unit=float(eps),
-        seeds=seeds,
-        returns=np.array([episode.total for episode in ordered]),
+        eps_unit=float(episodes[0].eps),
+        seeds=tuple(episode.seed for episode in episodes),
+        returns=np.array([episode.total for episode in episodes]),
         lengths=lengths,
-        changed_share=sum(episode.changed for episode in ordered) / int(lengths.sum()),
-        radii=np.concatenate([episode.radii for episode in ordered]) if certified else None,
-        queries=player.queries,
-        gradients=player.gradients,
-        seconds=time.monotonic() - started,
-        attacked_share=sum(episode.attacked for episode in ordered) / int(lengths.sum()),
+        changed_share=sum(episode.changed for episode in episodes) / steps,
+        radii=np.concatenate([episode.radii for episode in episodes]) if certified else None,
+        queries=round(sum(episode.queries for episode in episodes)),
+        gradients=round(sum(episode.gradients for episode in episodes)),
+        seconds=seconds_per_step * steps,
+        attacked_share=sum(episode.attacked for episode in episodes) / steps,
         timing="every step" if when is None else when.name,
         attack_parameters=_parameters(attack) | ({"when": _parameters(when)} if when is not None else {}),
     )
 
 
+@contextmanager
+def _threads_for(policy: Policy, states: int) -> Iterator[None]:
+    """One thread for a network so small that more would wait for each other."""
+    threads = torch.get_num_threads()
+    if isinstance(policy, nn.Module) and len(policy.obs_shape) == 1:
+        weights = sum(weight.numel() for weight in policy.parameters())
+        torch.set_num_threads(1 if weights * states < SMALL else threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
 class _Player:
     """Policy and attack together: what is done in which state."""
 
-    def __init__(
-        self, policy: Policy, attack: Attack | None, eps: float, skip_certified: bool, choose: Any, seed: int
-    ) -> None:
-        self.policy, self.eps, self.skip_certified, self.choose = policy, eps, skip_certified, choose
-        self.attack = attack if eps > 0 else None
+    def __init__(self, policy: Policy, attack: Attack | None, skip_certified: bool, choose: Any, seed: int) -> None:
+        self.policy, self.attack, self.skip_certified, self.choose = policy, attack, skip_certified, choose
         self.generator = torch.Generator().manual_seed(seed)
         self.low: Tensor | None = None
         self.high: Tensor | None = None
-        self.queries = self.gradients = 0
         # A callable, or an agent that samples, may answer the same question in another way; a known network does not.
         known = isinstance(policy, CertifiedPolicy) or getattr(policy, "architecture", None) is not None
         self.repeats = known and choose is None
@@ -176,9 +250,9 @@ class _Player:
             return
         unit = self.policy.normalize(np.stack([episode.obs for episode in episodes]))
         actions, radii = _decide(self.policy, unit)
-        exposed, attack = np.arange(len(unit)), self.attack
-        if radii is not None and self.skip_certified:
-            exposed = np.flatnonzero(radii <= self.eps)
+        eps, attack = np.array([episode.eps for episode in episodes]), self.attack
+        within_reach = eps > 0 if radii is None or not self.skip_certified else (eps > 0) & (radii <= eps)
+        exposed = np.flatnonzero(within_reach)
         if attack is None:
             exposed = exposed[:0]
         elif self.choose is not None and len(exposed):
@@ -187,9 +261,12 @@ class _Player:
         attacked, changed = np.zeros(len(unit), bool), np.zeros(len(unit), bool)
         drawn = self.generator.get_state()
         if attack is not None and len(exposed):
-            result = attack(self.policy, unit[torch.from_numpy(exposed)], self.eps, self.low, self.high, self.generator)
+            budgets = torch.from_numpy(eps[exposed])
+            result = attack(self.policy, unit[torch.from_numpy(exposed)], budgets, self.low, self.high, self.generator)
             actions[exposed], attacked[exposed], changed[exposed] = result.action, True, result.changed
-            self.queries, self.gradients = self.queries + result.queries, self.gradients + result.gradients
+            for index in exposed:
+                episodes[index].queries += result.queries / len(exposed)
+                episodes[index].gradients += result.gradients / len(exposed)
         repeats = self.repeats and torch.equal(drawn, self.generator.get_state())
         for place, episode in enumerate(episodes):
             radius = None if radii is None else float(radii[place])

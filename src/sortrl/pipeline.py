@@ -26,7 +26,7 @@ from sortrl.config import Preset, RobustifyConfig, robustify_config
 from sortrl.distill import DistillConfig, Distilled, distill, held_out_metrics
 from sortrl.envs import describe
 from sortrl.errors import SortRLError
-from sortrl.evaluate import evaluate
+from sortrl.evaluate import evaluate_curve
 from sortrl.files import locked, read_json, read_object, write_json
 from sortrl.nets import CertifiedPolicy
 from sortrl.progress import Report, stage
@@ -36,6 +36,7 @@ from sortrl.teachers import Teacher, load_teacher, smoothed, train_teacher
 from sortrl.teachers.load import check_fit
 
 VALIDATION_SHARE = 0.1
+SLOTS, IMAGE_SLOTS = 128, 64  # environments side by side
 TEST_SEED_OFFSET = 1000  # test episodes never coincide with those that data or choices were made from
 
 
@@ -233,27 +234,35 @@ class Run:
         }
 
     def evaluation(self, policies: dict[str, Policy]) -> list[dict[str, Any]]:
-        """Returns of each policy at each eps, kept point by point; the clean student also gives the certificate."""
+        """Returns of each policy along ``eps_grid``, kept curve by curve; the clean student also gives the certificate."""
         path = self.directory / "evaluation.json"
         rows = stored_rows(read_json(path), path) if path.exists() else []
-        done = {(row["policy"], row["attack"], row["eps"]) for row in rows}
+        done = {(row["policy"], row["eps"]) for row in rows}
         attack = attacks.by_name(self.config.attack)
-        seed = self.seed + TEST_SEED_OFFSET
-        for eps in self.config.eps_grid:
-            for name, policy in policies.items():
-                chosen = attack if eps > 0 else None
-                if chosen is not None and getattr(policy, "algorithm", None) == "callable":
-                    continue  # a black box has no gradient to follow
-                if (name, chosen.name if chosen else "none", eps) in done:
-                    continue
-                with self._stage("evaluate", f"Evaluating the {name} at eps {eps:g}") as progress:
-                    result = evaluate(
-                        policy, self.env_id, chosen, eps, self.config.episodes, seed, name=name, progress=progress
-                    )
-                if result.radii is not None and eps == 0:
-                    write_json(self.directory / "certificate.json", certificate_summary(result, self.config.eps))
-                rows.append(result.to_json())
-                write_json(path, rows)
+        slots = SLOTS if len(describe(self.env_id).obs_shape) == 1 else IMAGE_SLOTS
+        for name, policy in policies.items():
+            # A black box has no gradient to follow.
+            grid = (0.0,) if getattr(policy, "algorithm", None) == "callable" else self.config.eps_grid
+            grid = tuple(eps for eps in grid if (name, eps) not in done)
+            if not grid:
+                continue
+            with self._stage("evaluate", f"Evaluating the {name} at eps {', '.join(f'{eps:g}' for eps in grid)}") as p:
+                curve = evaluate_curve(
+                    policy,
+                    self.env_id,
+                    attack,
+                    grid,
+                    self.config.episodes,
+                    self.seed + TEST_SEED_OFFSET,
+                    slots=slots,
+                    name=name,
+                    progress=p,
+                )
+            clean = next((result for result in curve if result.eps_unit == 0), None)
+            if clean is not None and clean.radii is not None:
+                write_json(self.directory / "certificate.json", certificate_summary(clean, self.config.eps))
+            rows += [result.to_json() for result in curve]
+            write_json(path, rows)
         return rows
 
     def strongest(self, policy: CertifiedPolicy, teacher: Teacher) -> list[dict[str, Any]]:

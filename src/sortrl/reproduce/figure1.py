@@ -25,10 +25,10 @@ from sortrl.attacks import suite
 from sortrl.certify import certified_shares
 from sortrl.config import RobustifyConfig, robustify_config
 from sortrl.errors import SortRLError
-from sortrl.evaluate import evaluate
+from sortrl.evaluate import evaluate_curve
 from sortrl.files import read_json, write_json
 from sortrl.nets import CertifiedPolicy
-from sortrl.pipeline import Run
+from sortrl.pipeline import SLOTS, Run
 from sortrl.records import Policy
 from sortrl.reproduce.draw import draw
 from sortrl.reproduce.experts import expert, find_teachers
@@ -176,13 +176,11 @@ def compute(unit: Unit, plan: Plan, work: Path, folder: Path, published: Path | 
         return {**found, **_under_suites(unit, plan, agent, expert(unit.protocol, unit.task, work, published), folder)}
     printed = unit.agent == "paper"
     episodes, grid = (plan.paper_episodes, plan.paper_eps_grid) if printed else (plan.episodes, plan.eps_grid)
-    rows, shares = [], None
-    for eps in grid:
-        attack = attacks.PGD(10) if eps > 0 else None
-        result = evaluate(agent, unit.task, attack, eps, episodes, TEST_SEED, name=unit.agent)
-        if eps == 0 and result.radii is not None:
-            shares = dict(zip(map(str, EPS_GRID), certified_shares(result, EPS_GRID), strict=True))
-        rows.append(result.to_json())
+    curve = evaluate_curve(agent, unit.task, attacks.PGD(10), grid, episodes, TEST_SEED, slots=SLOTS, name=unit.agent)
+    shares = None
+    if curve[0].radii is not None:
+        shares = dict(zip(map(str, EPS_GRID), certified_shares(curve[0], EPS_GRID), strict=True))
+    rows = [result.to_json() for result in curve]
     return {**found, "rows": rows, "acr": shares}
 
 
