@@ -323,7 +323,7 @@ def test_an_interrupt_that_is_lost_comes_again(monkeypatch, capsys):
             lost.append(1)
         time.sleep(60)
 
-    monkeypatch.setattr(cli, "INTERRUPT_AGAIN", 0.2)
+    monkeypatch.setattr(cli.interrupts, "INTERRUPT_AGAIN", 0.2)
     monkeypatch.setitem(cli.COMMANDS, "info", deaf)
     handlers = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGALRM)
     with pytest.raises(SystemExit) as stop:

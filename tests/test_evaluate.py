@@ -213,7 +213,7 @@ def test_a_curve_is_its_points_played_side_by_side(student):
 
 @pytest.mark.parametrize("grid", [(), (0.1, 0.1), (0.1, -1.0), (float("nan"),)])
 def test_a_curve_needs_sensible_points(student, grid):
-    with pytest.raises(SortRLError, match="each once"):
+    with pytest.raises(SortRLError, match="or several that differ"):
         evaluate_curve(student, ENV, attacks.PGD(10), grid)
 
 

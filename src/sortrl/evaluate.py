@@ -146,8 +146,8 @@ def evaluate_curve(
     """
     if not eps_grid or len({*eps_grid}) < len(eps_grid) or not all(0 <= eps < float("inf") for eps in eps_grid):
         raise SortRLError(
-            f"evaluate: eps is {', '.join(map(str, eps_grid))}, expected finite numbers >= 0 in the policy's input units, "
-            "each once."
+            f"evaluate: eps is {', '.join(map(str, eps_grid)) or 'missing'}, expected a finite number >= 0 in the policy's "
+            "input units, or several that differ."
         )
     seeds = episode_seeds(seed, episodes)
     waiting = [(eps, one) for eps in eps_grid for one in seeds][::-1]

@@ -1,0 +1,54 @@
+"""The command line: each command is a thin function over the package; its docstring is its help."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+# Before torch is imported: waiting threads that spin slow each other down on few cores.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+import tyro
+
+from sortrl.cli.interrupts import insistent_interrupts
+from sortrl.cli.judging import attack, certify, evaluate, verify
+from sortrl.cli.making import reproduce, robustify, teach, zoo
+from sortrl.cli.showing import bench, export, info, report, tasks, watch
+from sortrl.errors import SortRLError
+
+HELP = "Turn a trained RL agent into one whose every decision carries a robustness certificate."
+COMMANDS = {
+    f.__name__: f
+    for f in (
+        robustify,
+        evaluate,
+        attack,
+        certify,
+        verify,
+        watch,
+        export,
+        report,
+        reproduce,
+        teach,
+        tasks,
+        zoo,
+        bench,
+        info,
+    )
+}
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Entry point of ``sortrl``. Exit codes: 0 done, 1 a mistake that the message explains, 2 usage, 130 stopped."""
+    try:
+        with insistent_interrupts():
+            tyro.extras.subcommand_cli_from_dict(COMMANDS, args=arguments, prog="sortrl", description=HELP)
+    except SortRLError as error:
+        print(f"sortrl: {error}", file=sys.stderr)
+        sys.exit(1)
+    except KeyboardInterrupt:
+        print("sortrl: stopped. Start the same command again to continue.", file=sys.stderr)
+        sys.exit(130)
+    except MemoryError:
+        print("sortrl: out of memory. Lower states, batch, width or depth, or free some memory.", file=sys.stderr)
+        sys.exit(1)

@@ -1,0 +1,39 @@
+"""What several commands share."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from sortrl.errors import SortRLError
+
+MOST_THREADS = 1024
+
+
+def use_threads(threads: int | None) -> None:
+    import torch
+
+    if threads is not None and not 1 <= threads <= MOST_THREADS:
+        raise SortRLError(f"--threads is {threads}, expected 1..{MOST_THREADS}.")
+    torch.set_num_threads(threads or os.cpu_count() or 1)
+
+
+def check_each_eps(policy: Any, env_id: str, eps: tuple[float, ...]) -> None:
+    from sortrl.attacks.valid import check_eps
+    from sortrl.envs import describe
+
+    for size in eps:
+        check_eps(policy, describe(env_id), size)
+
+
+def output_folder(run: Path) -> Path:
+    """Where the files of a command go that names no place for them: into the run; never into the zoo."""
+    from sortrl import zoo as entries
+
+    return Path("runs") / str(run).replace(":", "-") if entries.is_entry(run) else run
+
+
+def draw_off_screen() -> None:
+    """Pictures are drawn into memory; a machine without a display must not be asked for one."""
+    os.environ.setdefault("SDL_VIDEODRIVER", "dummy")

@@ -1,0 +1,222 @@
+"""Commands that judge a policy: returns, attacks, certificates."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+
+from sortrl.cli.common import check_each_eps, draw_off_screen, output_folder, use_threads
+from sortrl.errors import SortRLError
+
+
+def evaluate(
+    run: Annotated[Path, tyro.conf.Positional],
+    attack: str = "pgd-10",
+    eps: tuple[float, ...] = (0.0, 0.1),
+    episodes: int = 30,
+    seed: int = 0,
+    threads: int | None = None,
+    json: Path | None = None,
+) -> None:
+    """Returns under attack beside clean returns, the student's beside the teacher's.
+
+    Args:
+        run: Directory of a run, or zoo:NAME.
+        attack: pgd-<steps>, fgsm or noise.
+        eps: Perturbation sizes, in the policy's input units.
+        episodes: Episodes per point; the same for teacher and student.
+        seed: Chooses the episodes.
+        threads: Threads to use [all cores].
+        json: Write the rows here.
+    """
+    from sortrl import attacks
+    from sortrl.evaluate import evaluate as play
+    from sortrl.files import write_json
+    from sortrl.pipeline import open_run
+    from sortrl.progress import stage
+
+    use_threads(threads)
+    env_id, policy, teacher = open_run(run)
+    check_each_eps(policy, env_id, eps)
+    chosen, rows = attacks.by_name(attack), []
+    print(f"{'policy':<10}{'attack':<10}{'eps':>8}{'return':>20}{'changed':>10}{'certified':>11}")
+    for size in dict.fromkeys((0.0, *eps)):
+        for name, agent in (("teacher", teacher), ("student", policy)):
+            if agent is None:
+                continue
+            with stage(f"Evaluating the {name} at eps {size:g}", quiet=not sys.stderr.isatty()) as progress:
+                result = play(
+                    agent, env_id, chosen if size > 0 else None, size, episodes, seed, name=name, progress=progress
+                )
+            certified = "" if result.certified_share is None else f"{result.certified_share:.1%}"
+            score = f"{result.mean:.1f} ± {result.sem:.1f}"
+            print(f"{name:<10}{result.attack:<10}{size:>8g}{score:>20}{result.changed_share:>10.1%}{certified:>11}")
+            rows.append(result.to_json())
+    if json is not None:
+        write_json(json, rows)
+
+
+def attack(
+    run: Annotated[Path, tyro.conf.Positional],
+    suite: Literal["quick", "paper", "auto", "full"] = "quick",
+    eps: tuple[float, ...] = (0.1,),
+    episodes: int = 20,
+    seed: int = 0,
+    check: bool = False,
+    threads: int | None = None,
+    json: Path | None = None,
+) -> None:
+    """Attack student and teacher in many ways; the worst return counts.
+
+    Args:
+        run: Directory of a run, or zoo:NAME.
+        suite: quick (a few attacks), paper (the literature's), auto (strongest per action), full (all, noises, timed, trained adversary).
+        eps: Perturbation sizes, in the policy's input units.
+        episodes: Episodes per point; the same for every agent and attack.
+        seed: Chooses the episodes.
+        check: Also tell robustness from masked gradients by common-sense checks; exit code 1 if one fails.
+        threads: Threads to use [all cores].
+        json: Write the result here, point by point; the same command goes on where it was stopped.
+    """
+    from sortrl.checks import check_run
+    from sortrl.pipeline import open_run
+    from sortrl.suite import evaluate_suite, table
+
+    use_threads(threads)
+    env_id, policy, teacher = open_run(run)
+    check_each_eps(policy, env_id, eps)
+    result = evaluate_suite(
+        policy, teacher, env_id, suite, eps, episodes, seed, path=json, quiet=not sys.stderr.isatty()
+    )
+    print(table(result))
+    if not check:
+        return
+    checks = check_run(policy, env_id, max(eps), seed=seed)
+    print(f"\nchecks on states of the student, eps {max(eps):g}:")
+    for one in checks:
+        print(f"  {'ok  ' if one.passed else 'FAIL'}  {one.name}: {one.evidence}")
+    if not all(one.passed for one in checks):
+        sys.exit(1)
+
+
+def certify(
+    run: Annotated[Path, tyro.conf.Positional],
+    eps: tuple[float, ...] = (0.02, 0.05, 0.1, 0.2),
+    episodes: int = 30,
+    seed: int = 0,
+    attack: str = "pgd-10",
+    return_episodes: int = 10,
+    budget: int = 1000,
+    threads: int | None = None,
+    save: Path | None = None,
+    json: Path | None = None,
+) -> None:
+    """Certified share of the states of clean episodes (ACR), of whole episodes, and the return that is proven, at each eps.
+
+    Writes certificate.png into the run: certified share, radii, proven return beside the attacked one, and pictures of the
+    states where the policy is least certain.
+
+    Args:
+        run: Directory of a run, or zoo:NAME.
+        eps: Perturbation sizes, in the policy's input units.
+        episodes: Clean episodes to play.
+        seed: Chooses the episodes.
+        attack: What to compare the proven return with, or none.
+        return_episodes: Episodes, the first of those, of which the return is bounded and attacked.
+        budget: Simulated steps per episode in the search for the worst return that can be forced.
+        threads: Threads to use [all cores].
+        save: Write the certificate of every visited state here; sortrl verify checks such a file.
+        json: Write the figures here.
+    """
+    from sortrl import attacks
+    from sortrl.certification import FIGURE, certification
+    from sortrl.envs import describe
+    from sortrl.files import write_json
+    from sortrl.pipeline import open_run
+    from sortrl.progress import stage
+
+    use_threads(threads)
+    env_id, policy, _ = open_run(run)
+    check_each_eps(policy, env_id, eps)
+    chosen = None if attack == "none" else attacks.by_name(attack)
+    with stage("Certifying episodes", quiet=not sys.stderr.isatty()) as progress:
+        found = certification(
+            policy,
+            env_id,
+            eps,
+            episodes,
+            seed,
+            attack=chosen,
+            return_episodes=return_episodes,
+            budget=budget,
+            progress=progress,
+        )
+    clean = found.clean
+    print(f"{clean.mean:.1f} ± {clean.sem:.1f} clean return, {int(clean.lengths.sum())} states\n")
+    print(
+        f"{'eps':>8}{'states certified':>19}{'episodes certified':>21}{'return proven':>16}{f'under {found.attack}':>16}"
+    )
+    for row, share, whole in zip(found.returns, found.shares, found.whole_episodes, strict=True):
+        proven = "no bound" if row.lower is None else f">= {row.lower:.1f}"
+        attacked = "" if row.attacked is None else f"{row.attacked.mean:.1f}"
+        print(f"{row.eps_unit:>8g}{share:>19.1%}{whole:>21.1%}{proven:>16}{attacked:>16}")
+    compared = len(found.returns[0].proven)
+    print(f"returns: the first {compared} episodes, {clean.returns[:compared].mean():.1f} without attack")
+    print(f"\nmedian radius {found.median_radius:.4g} in input units; in raw units:")
+    for name, scale in describe(env_id).raw_units(policy.normalizer.scale.numpy()):
+        print(f"  {name:<24} ± {found.median_radius * scale:.4g}")
+    print(f"\nleast certain states of episode {found.episode.seed}:")
+    for step in found.least_certain:
+        print(f"  step {step:<6} action {found.episode.actions[step]}  radius {found.episode.radii[step]:.4g}")
+    if json is not None:
+        write_json(json, found.to_json())
+    if save is not None:
+        _save_certificates(run, env_id, episodes, seed, save)
+    draw_off_screen()
+    figure = output_folder(run) / FIGURE
+    missing = found.save_figure(figure)
+    print(f"figure: {figure}" + ("" if missing is None else f" (without pictures of states: {missing})"))
+
+
+def _save_certificates(run: Path, env_id: str, episodes: int, seed: int, path: Path) -> None:
+    import torch
+
+    from sortrl.certificate_study import clean_episodes
+    from sortrl.certify import save_certificates
+    from sortrl.nets import load
+    from sortrl.zoo import locate
+
+    policy = load(run)
+    states = torch.cat(clean_episodes(policy, env_id, episodes, seed))
+    save_certificates(path, policy, states, policy.certify_unit(states), locate(run))
+    print(f"certificates: {path} (check them with: sortrl verify {path})")
+
+
+def verify(
+    certificates: Annotated[Path, tyro.conf.Positional], policy: Path | None = None, json: Path | None = None
+) -> None:
+    """Check a file of certificates again, in float64, with code that shares nothing with what made it.
+
+    Exit code 0 if every action is the arg-max of its scores and every radius at most margin / (2 L); 1 otherwise.
+
+    Args:
+        certificates: File written by sortrl certify --save, or by sortrl.certify.save_certificates.
+        policy: The policy's file or directory, if it is no longer where the certificates say.
+        json: Write the verdict here.
+    """
+    from sortrl.files import write_json
+    from sortrl.verify import verify as check
+
+    verdict = check(certificates, policy)
+    if json is not None:
+        write_json(json, verdict.to_json())
+    if not verdict.ok:
+        wrong = len(verdict.failures)
+        shown = "\n  ".join(verdict.failures[:5])
+        raise SortRLError(
+            f"{certificates}: {wrong} claim{'s' * (wrong > 1)} of {verdict.states} states do not hold:\n  {shown}"
+        )
+    print(f"{verdict.states} certificates hold: actions, radii (L = {verdict.lipschitz:.9g}) and the policy's weights")

@@ -1,0 +1,192 @@
+"""Commands that make something: a certified policy, a teacher, a table of the paper, an entry of the zoo."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tyro
+
+from sortrl.cli.common import use_threads
+from sortrl.errors import SortRLError
+
+
+def robustify(
+    env: Annotated[str, tyro.conf.Positional],
+    teacher: Path | None = None,
+    vecnormalize: Path | None = None,
+    allow_pickle: bool = False,
+    eps: float | None = None,
+    preset: Literal["fast", "paper"] = "fast",
+    out: Path | None = None,
+    seed: int = 0,
+    steps: int | None = None,
+    states: int | None = None,
+    episodes: int | None = None,
+    threads: int | None = None,
+    json: Path | None = None,
+) -> None:
+    """Turn an agent into one whose every decision carries a certificate, and report the result.
+
+    Trains a teacher (or loads yours), collects states, distils a Lipschitz student, certifies it, attacks both and
+    writes report.html. Start it again with the same options to continue a run that was stopped.
+
+    Args:
+        env: Gymnasium environment with discrete actions, for example CartPole-v1.
+        teacher: Agent to start from: a Stable-Baselines3 zip (PPO, A2C, DQN, QR-DQN) or a saved teacher. Without it, PPO is trained.
+        vecnormalize: Observation statistics of that agent: a file written by sortrl, or SB3's vecnormalize.pkl with --allow-pickle.
+        allow_pickle: Accept a pickle for --vecnormalize. Only plain arrays are read from it.
+        eps: Size of the perturbation to resist, in the teacher's input units (for a normalising teacher: standard deviations).
+        preset: fast, or paper for the published recipe.
+        out: Directory for the run [runs/<env>].
+        seed: Fixes the run on one machine and thread count.
+        steps: Optimiser steps of the distillation.
+        states: States to collect.
+        episodes: Test episodes per point.
+        threads: Threads to use [all cores].
+        json: Also write the results here.
+    """
+    from dataclasses import replace
+
+    from sortrl import pipeline, report
+    from sortrl.config import robustify_config
+    from sortrl.envs import describe
+    from sortrl.files import read_json, write_json
+
+    use_threads(threads)
+    directory = out or Path("runs") / env.replace("/", "-")
+    changes: dict[str, Any] = {"steps": steps, "episodes": episodes}
+    if states is not None:
+        default = robustify_config(describe(env).env_id, eps, preset).collect
+        changes["collect"] = replace(default, states=states)
+    pipeline.robustify(
+        teacher,
+        env,
+        eps,
+        preset=preset,
+        out=directory,
+        seed=seed,
+        vecnormalize=vecnormalize,
+        allow_pickle=allow_pickle,
+        command=shlex.join(["sortrl", *sys.argv[1:]]),
+        quiet=False,
+        **changes,
+    )
+    results = read_json(directory / "results.json")
+    if json is not None:
+        write_json(json, results)
+    print("\n".join(report.summary_lines(results)))
+    print(f"report: {directory / 'report.html'}")
+
+
+def teach(
+    env: Annotated[str, tyro.conf.Positional],
+    out: Path | None = None,
+    algorithm: Literal["ppo", "dqn", "pqn"] | None = None,
+    processes: int = 1,
+    seed: int = 0,
+    json: Path | None = None,
+) -> None:
+    """Train a teacher alone, with the settings known to solve the task; continues where it was stopped.
+
+    Args:
+        env: Gymnasium environment with discrete actions.
+        out: Directory for the teacher [runs/teachers/<env>-<algorithm>].
+        algorithm: ppo, dqn or (for images) pqn [the one the task has settings for, else ppo].
+        processes: Among which the games of a PQN training are shared out; the result is the same.
+        seed: Fixes the training.
+        json: Write the result here.
+    """
+    from sortrl.evaluate import evaluate as play
+    from sortrl.files import locked, write_json
+    from sortrl.progress import stage
+    from sortrl.teachers import teacher_preset, train_teacher
+
+    config = teacher_preset(env, algorithm)
+    directory = out or Path("runs") / "teachers" / f"{env.replace('/', '-')}-{config.algorithm}"
+    with locked(directory), stage(f"Training {config.algorithm.upper()} on {env}") as progress:
+        teacher = train_teacher(env, config, directory, seed, progress, processes)
+    result = play(teacher, env, episodes=config.confirm_episodes, seed=seed + 1)
+    print(f"{result.mean:.1f} ± {result.sem:.1f} over {config.confirm_episodes} greedy episodes\nteacher: {directory}")
+    if json is not None:
+        write_json(json, result.to_json())
+
+
+def reproduce(
+    what: Annotated[Literal["fig1", "table2", "table4", "certificates", "reliability"], tyro.conf.Positional],
+    task: str | None = None,
+    scale: Literal["smoke", "cpu", "paper"] = "cpu",
+    out: Path = Path("results"),
+    work: Path | None = None,
+    teachers: Path | None = None,
+    jobs: int | None = None,
+    seconds: float | None = None,
+) -> None:
+    """Make the paper's figures again, and what goes beyond them; continues where it was stopped.
+
+    Args:
+        what: fig1: return against eps on the four classic tasks, in two protocols, under PGD-10 and the worst of all attacks;
+            table2, table4: ProcGen's Jumper and CoinRun under PGD-10 and PGD-30, beside published rivals;
+            certificates: how tight the certificates of its students are; reliability: damaged files, kills at random
+            moments, many threads and processes.
+        task: Only this task; of tables 2 and 4, only this game (Jumper, Coinrun); of reliability, only this part (fuzz, crashes, soak).
+        scale: smoke (minutes, to see that it works), cpu (hours on two cores), paper (the printed recipe at full length too).
+        out: Where the JSON and the PNG go.
+        work: Where finished parts are kept [runs/fig1, runs/procgen or runs/reliability].
+        teachers: Folder of the published agents [$SORTRL_TEACHERS]; without it experts are trained.
+        jobs: Processes side by side [one per core].
+        seconds: How long the soak of reliability lasts [as the scale says].
+    """
+    from sortrl import reproduce as module
+
+    def progress(line: str) -> None:
+        print(line, file=sys.stderr, flush=True)
+
+    kept = {"reliability": "reliability", "table2": "procgen", "table4": "procgen"}
+    folder = work or Path("runs") / kept.get(what, "fig1")
+    if what == "reliability":
+        from sortrl.cli import main  # the campaigns run commands of all kinds
+
+        found = module.reliability(main, scale, task, out, folder, seconds, progress)
+        print("\n".join(module.reliability_summary(found)))
+        print(f"results: {out / what}.json")
+        return
+    if what in ("table2", "table4"):
+        from sortrl.reproduce.procgen import table_lines
+
+        found = module.procgen_table(what, scale, task, out, folder, teachers, progress)
+        print("\n".join(table_lines(found)))
+        print(f"results: {out / what}.json")
+        return
+    if what == "certificates":
+        module.certificates(scale, task, out, folder, progress)
+    else:
+        print("\n".join(module.figure1.summary(module.fig1(scale, task, out, folder, teachers, jobs, progress))))
+    print(f"figure: {out / what}.png")
+
+
+def zoo(
+    name: Annotated[str | None, tyro.conf.Positional] = None, add: Path | None = None, folder: Path = Path("zoo")
+) -> None:
+    """List the trained policies that come with sortrl, show the card of one, or add one from a run.
+
+    Args:
+        name: Show this entry's card; with --add, what to call the new one.
+        add: Directory of a finished run.
+        folder: Where --add writes.
+    """
+    from sortrl import zoo as entries
+    from sortrl.publish import described, publish, summed_up
+
+    if add is not None:
+        if name is None:
+            raise SortRLError("zoo: --add needs a name: sortrl zoo NAME --add RUN.")
+        print(f"entry: {publish(add, name, folder)}")
+        return
+    if name is not None:
+        print(described(entries.entry(name.removeprefix(entries.PREFIX))), end="")
+        return
+    for known in entries.names():
+        print(f"zoo:{known:<14} {summed_up(entries.entry(known))}")

@@ -1,0 +1,161 @@
+"""Commands that show: a film, a report, a network for another program, what there is and how fast it is."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from sortrl.cli.common import check_each_eps, draw_off_screen, output_folder, use_threads
+from sortrl.errors import SortRLError
+
+
+def watch(
+    run: Annotated[Path, tyro.conf.Positional],
+    eps: float | None = None,
+    attack: str = "pgd-10",
+    seed: int = 0,
+    out: Path | None = None,
+    max_steps: int | None = None,
+    threads: int | None = None,
+    json: Path | None = None,
+) -> None:
+    """Film an episode with the radius of every decision below the picture; with an attack, clean and attacked side by side.
+
+    Green: certified at eps; red: not. A black tick marks a step at which the attack changed the action. The film in the run
+    directory, its default place, is also shown in report.html.
+
+    Args:
+        run: Directory of a run, or zoo:NAME.
+        eps: Perturbation size, in the policy's input units [the one the policy was trained for].
+        attack: Name of an attack, or none.
+        seed: Chooses the episode.
+        out: File to write [RUN/episode.gif; for zoo:NAME, runs/zoo-NAME/episode.gif].
+        max_steps: Stop after so many steps.
+        threads: Threads to use [all cores].
+        json: Write actions and radii of every step here.
+    """
+    from sortrl import attacks
+    from sortrl import report as reports
+    from sortrl.evaluate import episode_seeds
+    from sortrl.files import read_json, write_json
+    from sortrl.film import film
+    from sortrl.pipeline import open_run, trained_eps
+    from sortrl.report.page import FILM
+    from sortrl.watch import play
+
+    use_threads(threads)
+    env_id, policy, _ = open_run(run)
+    size = trained_eps(run) if eps is None else eps
+    check_each_eps(policy, env_id, (size,))
+    path = out or output_folder(run) / FILM
+    if path.suffix.lower() != ".gif":
+        raise SortRLError(f"--out is {path}, expected a name that ends in .gif.")
+    chosen = [None] if attack == "none" else [None, attacks.by_name(attack)]
+    episode_seed = episode_seeds(seed, 1)[0]
+    episodes = [play(policy, env_id, size, adversary, episode_seed, max_steps) for adversary in chosen]
+    for episode in episodes:
+        share = f"{episode.certified.mean():.1%} of {len(episode)} steps certified at eps {size:g}"
+        changed = "" if episode.attack == "none" else f", {episode.changed.sum()} actions changed"
+        print(f"{episode.attack:<10} return {episode.total:g}: {share}{changed}")
+    if json is not None:
+        write_json(json, [episode.to_json() for episode in episodes])
+    draw_off_screen()
+    film(episodes, path)
+    print(f"film: {path}")
+    if path == run / FILM and (run / "results.json").exists():
+        print(f"report: {reports.render(read_json(run / 'results.json'), run)}")
+
+
+def report(run: Annotated[Path, tyro.conf.Positional]) -> None:
+    """Make report.html, report.md and the figures again from results.json.
+
+    Args:
+        run: Directory of a run.
+    """
+    from sortrl import report as module
+    from sortrl.files import read_json
+
+    results = read_json(run / "results.json")
+    path = module.render(results, run)
+    print("\n".join(module.summary_lines(results)))
+    print(f"report: {path}")
+
+
+def export(run: Annotated[Path, tyro.conf.Positional], onnx: Path) -> None:
+    """Write the policy of a run as an ONNX file: raw observation in; action, scores and certified radius out.
+
+    Args:
+        run: Directory of a run, or zoo:NAME.
+        onnx: File to write.
+    """
+    from sortrl.nets import sort_layers_only
+    from sortrl.nets.export import export_onnx
+    from sortrl.pipeline import open_run
+
+    export_onnx(sort_layers_only(open_run(run)[1], "Exporting to ONNX"), onnx)
+    print(f"onnx: {onnx}")
+
+
+def tasks() -> None:
+    """List the tasks with settings of their own. Any other Gymnasium id with discrete actions works too."""
+    from sortrl.config import TASKS
+
+    for task in TASKS.values():
+        print(f"{task.env_id:<18} eps {task.eps:<6g} {task.summary}")
+
+
+def bench(json: Path | None = None, quick: bool = False) -> None:
+    """Time the kernels against torch and against the machine's measured limit.
+
+    Args:
+        json: Write the measurements here.
+        quick: Tiny shapes, to see that it works.
+    """
+    from sortrl import bench as module
+
+    results = module.run(
+        quick=quick, repeats=5 if quick else 25, progress=lambda line: print(line, file=sys.stderr, flush=True)
+    )
+    if json is not None:
+        module.write(results, json)
+    print(module.table(results))
+
+
+def info(json: Path | None = None) -> None:
+    """Versions, instruction set, threads, and which backends there are.
+
+    Args:
+        json: Write the same here.
+    """
+    import importlib.util
+
+    import torch
+
+    from sortrl import ops, provenance
+    from sortrl.files import write_json
+    from sortrl.ops import cpu
+
+    backend, reason = ops.backend_for(torch.zeros(1))
+    has_triton = importlib.util.find_spec("triton") is not None
+    facts = {
+        "versions": provenance.versions(),
+        "machine": provenance.machine(),
+        "backends": {
+            "cpu": cpu.select().reason
+            if cpu.select().module is None
+            else f"{cpu.select().isa} ({cpu.select().reason})",
+            "triton": ("installed" if has_triton else "not installed")
+            + ("" if torch.cuda.is_available() else "; no GPU found, so it is not used"),
+            "reference": "always available (plain torch)",
+        },
+        "in_use": {"backend": backend, "why": reason},
+    }
+    for title, section in facts.items():
+        print(title)
+        for key, value in section.items():
+            print(f"  {key:<18} {value}")
+    if json is not None:
+        write_json(json, facts)
