@@ -13,10 +13,11 @@ from sortrl.reproduce import draw, experts, figure1
 def test_units_cover_the_figure():
     plan = figure1.PLANS["cpu"]
     wanted = figure1.units(plan, figure1.TASKS)
-    expected = 2 * 4 * (1 + plan.seeds + 1) + 4 * plan.paper_seeds  # experts, our students, suites; the printed recipe
+    expected = 2 * 4 * (1 + plan.seeds) + 4 * plan.paper_seeds + 4  # experts, our students; the printed recipe; suites
     assert len({unit.name for unit in wanted}) == len(wanted) == expected
     assert plan.episodes >= 50
     assert plan.seeds >= 3
+    assert {unit.task for unit in wanted if unit.adversary == "suite"} == set(figure1.TASKS)
     assert plan.eps_grid == figure1.EPS_GRID
     assert {task for protocol, task in figure1.SETTINGS if protocol == "paper"} == set(figure1.TASKS)
 

@@ -105,6 +105,7 @@ class Plan:
     suite_episodes: int
     suite_eps_grid: tuple[float, ...]
     """Where the expert and the first student also meet every attack there is."""
+    suite_protocols: tuple[str, ...] = PROTOCOLS
     adversary_steps: int = 200_000
     """Environment steps in which an adversary learns against each of them."""
     changes: tuple[tuple[str, Any], ...] = ()
@@ -115,8 +116,10 @@ class Plan:
 COARSE = (0.0, 0.06, 0.1, 0.2)
 TINY: tuple[tuple[str, Any], ...] = (("steps", 20), ("width", 16), ("dagger_rounds", 0))
 PLANS: dict[str, Plan] = {
-    "smoke": Plan(2, (0.0, 0.1), 1, 1, 2, (0.0, 0.1), 2, (0.1,), 2_000, TINY, ("pgd-10", "fgsm", "noise", "learned")),
-    "cpu": Plan(50, EPS_GRID, 3, 1, 20, COARSE, 10, (0.1, 0.2), 60_000),
+    "smoke": Plan(
+        2, (0.0, 0.1), 1, 1, 2, (0.0, 0.1), 2, (0.1,), PROTOCOLS, 2_000, TINY, ("pgd-10", "fgsm", "noise", "learned")
+    ),
+    "cpu": Plan(50, EPS_GRID, 3, 1, 20, COARSE, 10, (0.1, 0.2), ("paper",), 60_000),
     "paper": Plan(50, EPS_GRID, 3, 3, 50, EPS_GRID, 50, EPS_GRID[1:]),
 }
 
@@ -144,7 +147,7 @@ def units(plan: Plan, tasks: tuple[str, ...], protocols: tuple[str, ...] = PROTO
     printed = [
         Unit("paper", task, "paper", s) for s in range(plan.paper_seeds) for task in tasks if "paper" in protocols
     ]
-    suites = [Unit(protocol, task, "ours", 0, "suite") for protocol, task in pairs]
+    suites = [Unit(protocol, task, "ours", 0, "suite") for protocol, task in pairs if protocol in plan.suite_protocols]
     return experts + ours + printed + suites
 
 
