@@ -11,16 +11,16 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from sortrl import attacks, provenance
+from sortrl import attacks
 from sortrl.certify import certified_shares
 from sortrl.config import robustify_config
 from sortrl.errors import SortRLError
 from sortrl.evaluate import evaluate
-from sortrl.files import read_json, write_json
 from sortrl.nets import CertifiedPolicy
 from sortrl.pipeline import Run
 from sortrl.records import Policy
 from sortrl.reproduce import quoted
+from sortrl.reproduce.cells import CellTable, cell_text, figure, file_name
 from sortrl.reproduce.experts import find_folder
 from sortrl.reproduce.figure1 import Scale
 from sortrl.teachers import Teacher, load_teacher, sampled, teacher_preset, train_teacher
@@ -29,6 +29,7 @@ Table = Literal["table2", "table4"]
 GAMES = ("Jumper", "Coinrun")
 LEVELS = ("train", "eval")
 TEST_SEED = 1500
+USUAL_EPISODES = 200  # cells with fewer say so
 STUDENT, TEACHER, SAMPLED = "sortrl", "PPO", "PPO, sampled"
 PUBLISHED = {
     "Jumper": {
@@ -78,8 +79,7 @@ class Cell:
 
     @property
     def name(self) -> str:
-        agent = "".join(letter if letter.isalnum() else "-" for letter in self.agent)
-        return f"{self.game}-{self.levels}-{agent}-{self.attack}-{self.level}"
+        return file_name(self.game, self.levels, self.agent, self.attack, self.level)
 
     @property
     def env_id(self) -> str:
@@ -132,18 +132,11 @@ def procgen_table(
         raise SortRLError(f"{table} has no game {game!r}; choose {' or '.join(GAMES)}.")
     folder = find_folder(teachers, "procgen", PUBLISHED["Jumper"][TEACHER])
     wanted = cells(table, (game,) if game else GAMES, folder is not None)
-    agents: dict[tuple[str, str], Policy] = {}
-    results = _write(table, wanted, scale, work, out, folder is not None)
-    for cell in wanted:
-        path = _file(cell, work, scale)
-        if path.exists():
-            continue
-        if (cell.game, cell.agent) not in agents:
-            agents = {(cell.game, cell.agent): _agent(cell, work, folder, scale, progress)}  # one at a time
-        write_json(path, _compute(cell, agents[cell.game, cell.agent], scale))
-        results = _write(table, wanted, scale, work, out, folder is not None)
-        progress(f"{table}: {cell.name}: {read_json(path)['mean']:.2f}, {len(results['cells'])} of {len(wanted)} cells")
-    return results
+    return CellTable(table, scale, wanted, work / scale, out, _facts(table, wanted, folder is not None)).fill(
+        lambda cell: _agent(cell, work, folder, scale, progress),
+        lambda cell, agent: _compute(cell, agent, scale),
+        progress,
+    )
 
 
 def _agent(cell: Cell, work: Path, published: Path | None, scale: Scale, progress: Callable[[str], None]) -> Policy:
@@ -176,41 +169,21 @@ def _compute(cell: Cell, agent: Policy, scale: Scale) -> dict[str, Any]:
     return found
 
 
-def _file(cell: Cell, work: Path, scale: Scale) -> Path:
-    return work / scale / f"{cell.name}.json"
-
-
-def _write(table: Table, wanted: list[Cell], scale: Scale, work: Path, out: Path, published: bool) -> dict[str, Any]:
+def _facts(table: Table, wanted: list[Cell], published: bool) -> dict[str, Any]:
     attack, levels, figures = COLUMNS[table]
     games = {cell.game for cell in wanted}
-    there = [path for cell in wanted if (path := _file(cell, work, scale)).exists()]
-    results = {
-        "schema": 1,
-        "table": table,
-        "scale": scale,
+    return {
         "attack": attack,
         "levels": list(levels),
         "protocol": f"easy mode; 200 training levels from 0, or all; greedy play (unless it says sampled); seed {TEST_SEED}: "
         "200 episodes are every training level once; PGD steps of eps / 10 from the clean image; SEM over episodes",
         "experts": "as published" if published else "trained here",
-        "missing": [cell.name for cell in wanted if not _file(cell, work, scale).exists()],
-        "versions": provenance.versions(),
-        "machine": provenance.machine(),
-        "cells": [read_json(path) for path in there],
         "quoted": [
-            {
-                "game": game,
-                "levels": where,
-                "agent": agent,
-                "figures": [list(pair) for pair in figures[game, where, agent]],
-            }
-            for game, where, agent in figures
+            {"game": game, "levels": where, "agent": agent, "figures": [list(pair) for pair in row]}
+            for (game, where, agent), row in figures.items()
             if game in games
         ],
     }
-    if there:
-        write_json(out / f"{table}.json", results)
-    return results
 
 
 def table_lines(results: dict[str, Any]) -> list[str]:
@@ -228,12 +201,12 @@ def table_lines(results: dict[str, Any]) -> list[str]:
         if cell["attack"] in ("none", results["attack"]):
             rows.setdefault((cell["game"], cell["levels"], cell["agent"]), {})[cell["level"]] = found
     for (game, where, agent), by_level in sorted(rows.items(), key=lambda item: (item[0][0], item[0][1] != "train")):
-        texts = [_text(by_level.get(k)) for k in levels]
+        texts = [cell_text(by_level.get(k), USUAL_EPISODES) for k in levels]
         share = by_level.get(0, {}).get("certified", {}).get("1")
         name = "**sortrl**" if agent == STUDENT else agent
         lines.append(f"| {game} | {where} | {name} | {' | '.join(texts)} | {'' if share is None else f'{share:.1%}'} |")
     for row in results["quoted"]:
-        texts = [f"{mean:.2f} ± {sem:.2f}" for mean, sem in row["figures"]]
+        texts = [figure(mean, sem) for mean, sem in row["figures"]]
         lines.append(
             f"| {row['game']} | {row['levels']} | {row['agent']}, *quoted from the paper* | {' | '.join(texts)} | |"
         )
@@ -250,12 +223,8 @@ def other_attacks_lines(results: dict[str, Any]) -> list[str]:
         return []
     names = [name for name in OTHER_ATTACKS if any(name in row for row in found.values())]
     head = f"| return at {OTHERS_AT}/255, training levels | " + " | ".join(names) + " |"
-    rows = [f"| {agent} | {' | '.join(_text(row.get(name)) for name in names)} |" for agent, row in found.items()]
+    rows = [
+        f"| {agent} | {' | '.join(cell_text(row.get(name), USUAL_EPISODES) for name in names)} |"
+        for agent, row in found.items()
+    ]
     return [head, "|---" * (1 + len(names)) + "|", *rows]
-
-
-def _text(found: dict[str, Any] | None) -> str:
-    if found is None:
-        return ""
-    episodes = "" if found["episodes"] >= 200 else f" ({found['episodes']} episodes)"
-    return f"{found['mean']:.2f} ± {found['sem']:.2f}{episodes}"
