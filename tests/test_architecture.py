@@ -26,6 +26,7 @@ ORDER = [
     "teachers",
     "collect",
     "distill",
+    "remember",
     "certify",
     "attacks",
     "timing",

@@ -9,7 +9,7 @@ import torch
 
 from helpers import balancer
 from sortrl import attacks
-from sortrl.certify import certificate_summary, certified_shares, fully_certified_episodes
+from sortrl.certify import certificate_summary, certified_shares, fully_certified_episodes, proven_mean
 from sortrl.collect import CollectConfig, collect
 from sortrl.distill import DistillConfig, distill
 from sortrl.envs import describe
@@ -221,3 +221,14 @@ def test_playing_leaves_the_number_of_threads_alone(student):
     before = torch.get_num_threads()
     evaluate(student, ENV, episodes=1)
     assert torch.get_num_threads() == before
+
+
+def test_the_proven_mean_counts_what_is_not_certified_as_lost(student):
+    clean = evaluate(student, ENV, episodes=8, seed=4)
+    parts = np.split(clean.radii, np.cumsum(clean.lengths)[:-1])
+    least = np.sort([part.min() for part in parts])
+    between = float(least[3:5].mean())  # half of the episodes have every radius above it
+    expected = [total if part.min() > between else -7.0 for total, part in zip(clean.returns, parts, strict=True)]
+    assert proven_mean(clean, between, least_return=-7.0) == pytest.approx(np.mean(expected))
+    assert proven_mean(clean, 0.0, least_return=-7.0) == clean.mean
+    assert proven_mean(clean, 99.0, least_return=-7.0) == -7.0

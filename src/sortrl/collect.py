@@ -249,11 +249,11 @@ def split(demos: Demonstrations, share: float, seed: int = 0) -> tuple[Demonstra
     order = np.random.default_rng(seed).permutation(len(numbers))
     n_held = 1 + int(np.searchsorted(np.cumsum(sizes[order]), share * len(demos)))
     held = np.isin(demos.episodes, numbers[order[: min(n_held, len(numbers) - 1)]])
-    return _select(demos, ~held), _select(demos, held)
+    return select(demos, ~held), select(demos, held)
 
 
-def _select(demos: Demonstrations, mask: npt.NDArray[np.bool_]) -> Demonstrations:
-    """The states of some whole episodes."""
+def select(demos: Demonstrations, mask: npt.NDArray[np.bool_]) -> Demonstrations:
+    """Some of the states."""
     after = demos.transitions
     if after is not None:
         kept = np.isin(np.unique(demos.episodes), demos.episodes[mask])

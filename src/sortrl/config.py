@@ -11,7 +11,8 @@ from sortrl.distill import PRESETS, DistillConfig
 from sortrl.errors import SortRLError
 from sortrl.teachers import TeacherConfig, teacher_preset
 
-Preset = Literal["fast", "paper"]
+Preset = Literal["fast", "paper", "memory"]
+RECIPES: dict[str, DistillConfig] = {**PRESETS, "memory": replace(PRESETS["fast"], pool=2)}
 
 
 @dataclass(frozen=True)
@@ -26,12 +27,10 @@ class Task:
     """Fields of ``RobustifyConfig`` and ``DistillConfig`` that differ from the ``fast`` preset's, for normalising teachers."""
 
 
-PROCGEN: dict[str, Any] = {
-    # Greedy agents stand still for hundreds of steps; sampled ones show what there is to see.
-    "collect": CollectConfig(states=100_000, exploration=1.0, random_actions=0.02, slots=64),
+# Students of large images: convolutions, of which the last sees everything, one sort layer and a linear head.
+IMAGES: dict[str, Any] = {
     "dagger_rounds": 2,
     "noise": 2 / 255,
-    "bounded_conv": ((24, 4, 4), (48, 3, 2), (256, 7, 1)),  # the last one sees everything
     "depth": 1,
     "head": (),
     "scale": 100.0,
@@ -47,6 +46,20 @@ PROCGEN: dict[str, Any] = {
     "eps_grid": tuple(k / 255 for k in (0, 1, 3, 5)),
     "suite": (),  # the tables have attacks enough
 }
+PROCGEN: dict[str, Any] = {
+    **IMAGES,
+    # Greedy agents stand still for hundreds of steps; sampled ones show what there is to see.
+    "collect": CollectConfig(states=100_000, exploration=1.0, random_actions=0.02, slots=64),
+    "bounded_conv": ((24, 4, 4), (48, 3, 2), (256, 7, 1)),  # 64 x 64 -> 16 -> 7 -> 1
+}
+ATARI: dict[str, Any] = {
+    **IMAGES,
+    # A Q-learner is greedy, and a seed only draws 1 to 30 idle frames: random actions make the episodes differ.
+    "collect": CollectConfig(states=100_000, exploration=0.5, random_actions=0.05, slots=64),
+    "bounded_conv": ((24, 8, 4), (48, 4, 2), (256, 9, 1)),  # 84 x 84 -> 20 -> 9 -> 1
+    "episodes": 20,  # as the literature has it
+}
+MEASURED = ("episodes", "eps_grid", "suite")  # what is measured at the end, however the student was made
 TASKS: dict[str, Task] = {
     task.env_id: task
     for task in (
@@ -109,6 +122,10 @@ TASKS: dict[str, Task] = {
             eps=2 / 255,
             fast=PROCGEN,
         ),
+        Task("sortrl/Freeway84-v0", "Atari's Freeway in protocol 84; 34 is very good", 2 / 255, ATARI),
+        Task("sortrl/RoadRunner84-v0", "Atari's RoadRunner in protocol 84; about 44,000 is very good", 2 / 255, ATARI),
+        Task("sortrl/Pong84-v0", "Atari's Pong in protocol 84; 21 is perfect", 2 / 255, ATARI),
+        Task("sortrl/BankHeist84-v0", "Atari's BankHeist in protocol 84; about 1,300 is very good", 2 / 255, ATARI),
     )
 }
 
@@ -131,6 +148,8 @@ class RobustifyConfig:
     noise: float
     """Students and teacher act on observations with uniform noise of up to this size while states are collected, so
     that the data hold what a disturbed agent meets."""
+    remember: bool
+    """Make a student that is not trained but remembers the teacher's best episodes (:mod:`sortrl.remember`)."""
     smoothing: float
     """The student learns from the teacher averaged over Gaussian displacements of this size; 0 for the teacher itself."""
     episodes: int
@@ -171,24 +190,30 @@ def robustify_config(
     eps = task.eps if eps is None else eps
     if isinstance(eps, bool) or not isinstance(eps, (int, float)):
         raise SortRLError(f"robustify: eps is {eps!r}, expected a number in the teacher's input units.")
-    if preset not in PRESETS:
-        raise SortRLError(f"Unknown preset {preset!r}; choose {' or '.join(PRESETS)}.")
+    if preset not in RECIPES:
+        raise SortRLError(f"Unknown preset {preset!r}; choose one of {', '.join(RECIPES)}.")
     fast = preset == "fast"  # the printed recipe has the teacher's own greedy states alone
+    memory = preset == "memory"
+    states = CollectConfig(states=50_000, exploration=0.5 if fast else 0.0)
+    if memory:  # many tries from every start, so that one of them is good
+        states = CollectConfig(states=200_000, exploration=1.0, slots=64)
     config = RobustifyConfig(
         eps=eps,
         preset=preset,
         teacher_config=teacher_preset(env_id) if train_teacher else None,
-        collect=CollectConfig(states=50_000, exploration=0.5 if fast else 0.0),
-        distill=replace(PRESETS[preset], eps=eps),
+        collect=states,
+        distill=replace(RECIPES[preset], eps=eps),
         dagger_rounds=1 if fast else 0,
         dagger_states=20_000,
         dagger_eps=0.0,
         noise=eps if fast else 0.0,
+        remember=memory,
         smoothing=0.0,
         episodes=30,
         eps_grid=tuple(round(share * eps, 6) for share in (0.0, 0.5, 1.0, 1.5, 2.0)),
     )
-    return _with_changes(config, {**(task.fast if fast else {}), **{k: v for k, v in changes.items() if v is not None}})
+    own = task.fast if fast else {name: task.fast[name] for name in MEASURED if memory and name in task.fast}
+    return _with_changes(config, {**own, **{k: v for k, v in changes.items() if v is not None}})
 
 
 def _with_changes(config: RobustifyConfig, changes: dict[str, Any]) -> RobustifyConfig:

@@ -72,8 +72,10 @@ class DistillConfig:
     """Of those linear layers."""
     conv: tuple[tuple[int, int, int], ...] = ()
     """Layers over the patches of images: (channels, kernel, stride) each."""
+    crop: tuple[int, int, int, int] = (0, 0, 0, 0)
+    """Borders of images to leave out (top, bottom, left, right), before everything else."""
     pool: int = 1
-    """Average pooling of images, before everything else."""
+    """Average pooling of images, after that."""
     bounded_conv: tuple[tuple[int, int, int], ...] = ()
     """Convolutions with bounded weights before the sort layers: (channels, kernel, stride) each."""
     conv_learning_rate: float = 0.001
@@ -307,7 +309,7 @@ def _initial_policy(
     demonstrations: Demonstrations, normalizer: Normalizer, config: DistillConfig, generator: torch.Generator
 ) -> SortPolicy | HybridPolicy:
     kind: Any = SortPolicy
-    names = ("width", "depth", "rho", "scale", "mask_chunk", "conv", "pool", "bounded_conv")
+    names = ("width", "depth", "rho", "scale", "mask_chunk", "conv", "crop", "pool", "bounded_conv")
     shape = {name: getattr(config, name) for name in names}
     if config.head is not None:
         kind, shape = HybridPolicy, {**shape, "hidden": config.head}

@@ -31,6 +31,7 @@ from sortrl.files import locked, read_json, read_object, write_json
 from sortrl.nets import CertifiedPolicy
 from sortrl.progress import Report, stage
 from sortrl.records import Demonstrations, Policy, stored_rows
+from sortrl.remember import best_episodes, remember
 from sortrl.suite import LEARNED, evaluate_suite
 from sortrl.teachers import Teacher, load_teacher, smoothed, train_teacher
 from sortrl.teachers.load import check_fit
@@ -61,7 +62,8 @@ def robustify(
             batches of observations, or None to train one.
         env: id of a Gymnasium environment with discrete actions.
         eps: l_inf size of the perturbations to resist, in the teacher's input units (default: the task's).
-        preset: ``fast``, or ``paper`` for the recipe as published.
+        preset: ``fast``, ``paper`` for the recipe as published, or ``memory`` for a student that is not trained but
+            remembers the teacher's best episodes (:mod:`sortrl.remember`; for tasks with few starts).
         out: directory for everything (teacher, data, policy, results.json, report.html). Without it nothing is kept,
             and the evaluation is left to you.
         seed: fixes the run on one machine and thread count.
@@ -144,15 +146,42 @@ class Run:
                 "from it. Train it longer, or give the normalisation that belongs to it (vecnormalize)."
             )
         training, held_out = split(data, VALIDATION_SHARE, self.seed)
+        if self.config.remember:
+            return self._finish(self.remembered(training, teacher), [], training, held_out)
         for index in range(1, self.config.dagger_rounds + 1):
             training = merge(training, self.dagger(index, training, held_out, teacher))
         final = self.distilled("student", training, held_out, teacher, self.config.distill)
-        write_json(
-            self.directory / "training.json",
-            {"history": final.history, "data": self._data_facts(training, held_out, final)},
-        )
-        final.policy.save(self.directory)
-        return final.policy
+        return self._finish(final.policy, final.history, training, held_out, final.held_out)
+
+    def _finish(
+        self,
+        policy: CertifiedPolicy,
+        history: list[dict[str, Any]],
+        training: Demonstrations,
+        held_out: Demonstrations,
+        metrics: dict[str, float] | None = None,
+    ) -> CertifiedPolicy:
+        """Keep the policy, and what its data and training were."""
+        metrics = metrics or held_out_metrics(policy, held_out, self.config.eps)
+        data = merge(training, held_out)
+        facts = {
+            "states": len(data),
+            "distinct": data.n_distinct,
+            "dagger_states": self.config.dagger_rounds * self.config.dagger_states,
+            "held_out_states": len(held_out),
+            "agreement": metrics["agreement"],
+            "certified": metrics["certified"],
+        }
+        write_json(self.directory / "training.json", {"history": history, "data": facts})
+        policy.save(self.directory)
+        return policy
+
+    def remembered(self, data: Demonstrations, teacher: Teacher) -> CertifiedPolicy:
+        """A student that is not trained: the best episodes in the data, and the nearest neighbour among their states."""
+        with self._stage("remember", "Remembering the best episodes"):
+            config = self.config.distill
+            pool = config.pool if data.obs.ndim == 4 else 1  # only images can be pooled
+            return remember(best_episodes(data), teacher.normalizer, pool, config.crop)
 
     def teacher(self, source: Any = None, vecnormalize: Any = None, allow_pickle: bool = False) -> Teacher:
         folder = self.directory / "teacher"
@@ -220,18 +249,6 @@ class Run:
                 seed=self.seed,
                 progress=both,
             )
-
-    def _data_facts(self, training: Demonstrations, held_out: Demonstrations, final: Distilled) -> dict[str, Any]:
-        data = merge(training, held_out)
-        metrics = final.held_out or held_out_metrics(final.policy, held_out, self.config.eps)
-        return {
-            "states": len(data),
-            "distinct": data.n_distinct,
-            "dagger_states": self.config.dagger_rounds * self.config.dagger_states,
-            "held_out_states": len(held_out),
-            "agreement": metrics["agreement"],
-            "certified": metrics["certified"],
-        }
 
     def evaluation(self, policies: dict[str, Policy]) -> list[dict[str, Any]]:
         """Returns of each policy along ``eps_grid``, kept curve by curve; the clean student also gives the certificate."""

@@ -10,6 +10,7 @@ from sortrl.certify.shares import (
     certificate_summary,
     certified_shares,
     fully_certified_episodes,
+    proven_mean,
 )
 from sortrl.certify.units import certified_for, certified_levels, raw_radii
 
@@ -27,6 +28,7 @@ __all__ = [
     "ladder",
     "load_certificates",
     "proven_in_box",
+    "proven_mean",
     "raw_radii",
     "save_certificates",
 ]

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -69,8 +70,19 @@ def certified_shares(result: EvalResult, eps_units: Sequence[float]) -> list[flo
 
 def fully_certified_episodes(result: EvalResult, eps_unit: float) -> float:
     """Share of the episodes in which every step is certified: their return is the same under any attack at eps."""
+    return float(_fully_certified(result, eps_unit).mean())
+
+
+def proven_mean(result: EvalResult, eps_unit: float, least_return: float) -> float:
+    """What the mean return is at least, under any attack at eps: an episode with a step that is not certified counts as the
+    worst there is. For tasks in which nothing is random but the start."""
+    return float(np.where(_fully_certified(result, eps_unit), result.returns, least_return).mean())
+
+
+def _fully_certified(result: EvalResult, eps_unit: float) -> npt.NDArray[np.bool_]:
+    """One truth per episode."""
     parts = np.split(_radii(result), np.cumsum(result.lengths)[:-1])
-    return float(np.mean([bool((part > eps_unit).all()) for part in parts]))
+    return np.array([bool((part > eps_unit).all()) for part in parts])
 
 
 def certificate_summary(clean: EvalResult, eps_unit: float, bins: int = 40) -> dict[str, Any]:

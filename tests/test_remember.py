@@ -1,0 +1,132 @@
+"""A memory is the nearest neighbour in l_inf, its certificate is that of the nearest neighbour, and it plays the best it saw."""
+
+from __future__ import annotations
+
+import json
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+
+import sortrl
+from sortrl import attacks
+from sortrl.collect import CollectConfig
+from sortrl.errors import SortRLError
+from sortrl.evaluate import evaluate
+from sortrl.normalizer import Normalizer
+from sortrl.records import Demonstrations, Transitions
+from sortrl.remember import best_episodes, remember
+
+SIZE = 6
+
+
+class Corridor(gym.Env):
+    """A bright square, to be moved to the right end of its row; four starts, dark or bright ground, no chance."""
+
+    def __init__(self) -> None:
+        self.observation_space = gym.spaces.Box(0, 255, (1, SIZE, SIZE), np.uint8)
+        self.action_space = gym.spaces.Discrete(3)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        start = int(self.np_random.integers(4))
+        self.row, self.column, self.ground, self.steps = 2 * (start % 2), 1, 90 * (start // 2), 0
+        return self.picture(), {}
+
+    def step(self, action):
+        self.column = int(np.clip(self.column + int(action) - 1, 0, SIZE - 1))
+        self.steps += 1
+        won, lost = self.column == SIZE - 1, self.column == 0
+        return self.picture(), float(won), won or lost, self.steps >= 40, {}
+
+    def picture(self):
+        frame = np.full((1, SIZE, SIZE), self.ground, np.uint8)
+        frame[0, self.row, self.column] = 255
+        return frame
+
+
+gym.register("Corridor-v0", Corridor)
+
+
+def demonstrations(episodes: list[tuple[list[int], list[int], float]]) -> Demonstrations:
+    """Episodes as (states, actions, return); a state is a number, shown as a vector of two."""
+    states = np.concatenate([states for states, _, _ in episodes])
+    played = np.concatenate([actions for _, actions, _ in episodes])
+    numbers = np.repeat(np.arange(len(episodes)), [len(states) for states, _, _ in episodes])
+    last = np.append(np.diff(numbers) > 0, True)
+    rewards = np.zeros(len(states), np.float32)
+    rewards[last] = [total for _, _, total in episodes]
+    obs = np.stack([states, -states], 1).astype(np.float32)
+    after = Transitions(played, rewards, last, np.zeros(len(states), bool), np.zeros((len(episodes), 2), np.float32))
+    return Demonstrations("Any-v0", obs, np.zeros_like(played), np.zeros((len(states), 3), np.float32), numbers, after)
+
+
+def kept(best: Demonstrations) -> dict[int, int]:
+    return dict(zip(best.obs[:, 0].astype(int).tolist(), best.actions.tolist(), strict=True))
+
+
+def test_the_best_episode_of_each_start_is_kept_and_of_the_best_the_shortest():
+    slow = ([0, 1, 2, 3], [0, 0, 0, 1], 5.0)
+    short = ([0, 4, 3], [1, 0, 1], 5.0)
+    poor = ([0, 5], [2, 2], 1.0)
+    other = ([7, 8], [1, 2], 0.0)
+    assert kept(best_episodes(demonstrations([slow, poor, short, other, other]))) == {0: 1, 4: 0, 3: 1, 7: 1, 8: 2}
+
+
+def test_an_episode_that_contradicts_itself_or_another_is_passed_over():
+    waits = ([0, 0, 1], [2, 1, 1], 5.0)  # two answers to one state
+    longer = ([0, 2, 3, 1], [0, 0, 0, 1], 5.0)
+    contradicts = ([7, 3], [1, 2], 5.0)  # state 3 has been answered with 0
+    agrees = ([7, 8, 3], [1, 1, 0], 5.0)
+    best = kept(best_episodes(demonstrations([waits, longer, contradicts, agrees])))
+    assert best == {0: 0, 2: 0, 3: 0, 1: 1, 7: 1, 8: 1}
+    # With no other to choose, the last answer counts.
+    assert kept(best_episodes(demonstrations([waits, waits])))[0] == 1
+
+
+def test_starts_that_are_never_met_again_are_refused():
+    with pytest.raises(SortRLError, match="3 episodes came to their end, from 3 different starts"):
+        best_episodes(demonstrations([([k, 10 + k], [0, 1], 1.0) for k in range(3)]))
+
+
+@pytest.mark.parametrize("pool", [1, 2])
+def test_a_memory_is_the_nearest_neighbour_and_so_is_its_certificate(pool):
+    rng = np.random.default_rng(0)
+    obs = rng.integers(0, 256, (60, 3, 8, 8)).astype(np.uint8)
+    actions = rng.integers(0, 4, 60)
+    demos = Demonstrations("Any-v0", obs, actions, np.zeros((60, 4), np.float32), np.zeros(60, np.int64))
+    policy = remember(demos, Normalizer(np.zeros((3, 8, 8)), np.full((3, 8, 8), 255.0)), pool)
+    asked = np.clip(obs[rng.integers(0, 60, 200)] + rng.integers(-60, 61, (200, 3, 8, 8)), 0, 255).astype(np.uint8)
+
+    def seen(images):
+        return policy.front(policy.normalize(images)).flatten(1).double().numpy()
+
+    distance = np.abs(seen(asked)[:, None] - seen(obs)[None]).max(2)
+    per_action = np.stack([distance[:, actions == a].min(1) for a in range(4)], 1)
+    nearest, runner_up = np.sort(per_action, 1)[:, :2].T
+    certificate = policy.certify(asked)
+    assert (certificate.action == per_action.argmin(1)).all()
+    assert (certificate.radius <= (runner_up - nearest) / 2).all()
+    np.testing.assert_allclose(certificate.radius, (runner_up - nearest) / 2, atol=1e-5)
+
+
+def test_a_memory_of_a_clumsy_teacher_plays_better_than_it_and_is_certified(tmp_path):
+    def wanders(obs):
+        """Back and forth, and seldom on."""
+        return (obs.reshape(len(obs), -1).argmax(1) % 2) * 2
+
+    changes = {"collect": CollectConfig(states=4000, random_actions=0.9, exploration=1.0)}
+    policy = sortrl.robustify(
+        wanders, "Corridor-v0", 0.05, preset="memory", out=tmp_path, episodes=8, suite=(), pool=1, **changes
+    )
+    result = evaluate(policy, "Corridor-v0", attacks.PGD(10), 0.05, episodes=12, seed=3)
+    assert result.mean == 1.0
+    assert result.lengths.tolist() == [4] * 12  # the shortest way
+    assert (result.radii > 0.05).all()
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert results["config"]["remember"] is True
+    assert "<html" in (tmp_path / "report.html").read_text()
+    again = sortrl.load(tmp_path)
+    states = torch.rand(5, 1, SIZE, SIZE)
+    assert torch.equal(again.scores(states), policy.scores(states))
