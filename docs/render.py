@@ -18,7 +18,7 @@ from sortrl.files import write_text
 from sortrl.report.charts import episode_chart
 from sortrl.report.figures import save_png
 from sortrl.report.run import read_run
-from sortrl.reproduce import procgen
+from sortrl.reproduce import atari, procgen
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
@@ -115,6 +115,10 @@ def certificates_table(results: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def atari_table(results: dict[str, Any]) -> str:
+    return "\n".join(atari.table_lines(results))
+
+
 def procgen_table(results: dict[str, Any]) -> str:
     return "\n".join(procgen.table_lines(results))
 
@@ -143,8 +147,10 @@ TABLES = {
     "images": ("certificates", images_table),
     "fig1": ("fig1", fig1_table),
     "suites": ("fig1", suites_table),
+    "table1": ("table1", atari_table),
     "table2": ("table2", procgen_table),
     "table2-attacks": ("table2", other_attacks_table),
+    "table3": ("table3", atari_table),
     "table4": ("table4", procgen_table),
     "bench": ("bench", bench_table),
 }

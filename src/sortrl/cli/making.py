@@ -114,8 +114,12 @@ def teach(
         write_json(json, result.to_json())
 
 
+Reproduced = Literal["fig1", "fig2", "fig3", "table1", "table2", "table3", "table4", "certificates", "reliability"]
+KEPT_IN = {"reliability": "reliability", "table1": "atari", "table2": "procgen", "table3": "atari", "table4": "procgen"}
+
+
 def reproduce(
-    what: Annotated[Literal["fig1", "table2", "table4", "certificates", "reliability"], tyro.conf.Positional],
+    what: Annotated[Reproduced, tyro.conf.Positional],
     task: str | None = None,
     scale: Literal["smoke", "cpu", "paper"] = "cpu",
     out: Path = Path("results"),
@@ -124,18 +128,22 @@ def reproduce(
     jobs: int | None = None,
     seconds: float | None = None,
 ) -> None:
-    """Make the paper's figures again, and what goes beyond them; continues where it was stopped.
+    """Make the paper's figures and tables again, and what goes beyond them; continues where it was stopped.
 
     Args:
         what: fig1: return against eps on the four classic tasks, in two protocols, under PGD-10 and the worst of all attacks;
+            table1, table3: four Atari games under PGD-10, and under the worst of four attacks at larger eps;
             table2, table4: ProcGen's Jumper and CoinRun under PGD-10 and PGD-30, beside published rivals;
+            fig2, fig3: pictures of tables 1 and 3, from what is computed of them (normalised scores; return against eps);
             certificates: how tight the certificates of its students are; reliability: damaged files, kills at random
             moments, many threads and processes.
-        task: Only this task; of tables 2 and 4, only this game (Jumper, Coinrun); of reliability, only this part (fuzz, crashes, soak).
+        task: Only this task; of tables, and of figures 2 and 3, only this game (table1, table3: Freeway, RoadRunner, Pong, BankHeist;
+            table2, table4: Jumper, Coinrun); of reliability, only this part (fuzz, crashes, soak).
         scale: smoke (minutes, to see that it works), cpu (hours on two cores), paper (the printed recipe at full length too).
         out: Where the JSON and the PNG go.
-        work: Where finished parts are kept [runs/fig1, runs/procgen or runs/reliability].
-        teachers: Folder of the published agents [$SORTRL_TEACHERS]; without it experts are trained.
+        work: Where finished parts are kept [runs/fig1, runs/atari, runs/procgen or runs/reliability].
+        teachers: Folder of the published agents [$SORTRL_TEACHERS]; without it experts are trained. Of Atari: the folder with a
+            trained teacher for each game (freeway, roadrunner, pong, bankheist); only if it is given here.
         jobs: Processes side by side [one per core].
         seconds: How long the soak of reliability lasts [as the scale says].
     """
@@ -144,27 +152,26 @@ def reproduce(
     def progress(line: str) -> None:
         print(line, file=sys.stderr, flush=True)
 
-    kept = {"reliability": "reliability", "table2": "procgen", "table4": "procgen"}
-    folder = work or Path("runs") / kept.get(what, "fig1")
+    folder = work or Path("runs") / KEPT_IN.get(what, "fig1")
     if what == "reliability":
         from sortrl.cli import main  # the campaigns run commands of all kinds
 
         found = module.reliability(main, scale, task, out, folder, seconds, progress)
         print("\n".join(module.reliability_summary(found)))
-        print(f"results: {out / what}.json")
-        return
-    if what in ("table2", "table4"):
-        from sortrl.reproduce.procgen import table_lines
-
+    elif what in ("table1", "table3"):
+        found = module.atari_table(what, scale, task, out, folder, teachers, progress)
+        print("\n".join(module.atari_lines(found)))
+    elif what in ("table2", "table4"):
         found = module.procgen_table(what, scale, task, out, folder, teachers, progress)
-        print("\n".join(table_lines(found)))
-        print(f"results: {out / what}.json")
-        return
-    if what == "certificates":
+        print("\n".join(module.procgen_lines(found)))
+    elif what in ("fig2", "fig3"):
+        (module.fig2 if what == "fig2" else module.fig3)(out, task)
+    elif what == "certificates":
         module.certificates(scale, task, out, folder, progress)
     else:
         print("\n".join(module.figure1.summary(module.fig1(scale, task, out, folder, teachers, jobs, progress))))
-    print(f"figure: {out / what}.png")
+    pictured = what.startswith("fig") or what == "certificates"
+    print(f"figure: {out / what}.png" if pictured else f"results: {out / what}.json")
 
 
 def zoo(

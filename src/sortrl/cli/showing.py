@@ -103,8 +103,9 @@ def tasks() -> None:
     """List the tasks with settings of their own. Any other Gymnasium id with discrete actions works too."""
     from sortrl.config import TASKS
 
+    width = max(map(len, TASKS))
     for task in TASKS.values():
-        print(f"{task.env_id:<18} eps {task.eps:<6g} {task.summary}")
+        print(f"{task.env_id:<{width}} eps {task.eps:<8.3g} {task.summary}")
 
 
 def bench(json: Path | None = None, quick: bool = False) -> None:

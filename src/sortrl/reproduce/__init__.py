@@ -2,10 +2,25 @@
 
 from __future__ import annotations
 
+from sortrl.reproduce.atari import atari_table
+from sortrl.reproduce.atari import table_lines as atari_lines
+from sortrl.reproduce.atari_figures import fig2, fig3
 from sortrl.reproduce.certificates import certificates
 from sortrl.reproduce.figure1 import fig1
 from sortrl.reproduce.procgen import procgen_table
+from sortrl.reproduce.procgen import table_lines as procgen_lines
 from sortrl.reproduce.reliability import reliability
 from sortrl.reproduce.reliability import summary as reliability_summary
 
-__all__ = ["certificates", "fig1", "procgen_table", "reliability", "reliability_summary"]
+__all__ = [
+    "atari_lines",
+    "atari_table",
+    "certificates",
+    "fig1",
+    "fig2",
+    "fig3",
+    "procgen_lines",
+    "procgen_table",
+    "reliability",
+    "reliability_summary",
+]

@@ -5,13 +5,15 @@ A stopped reproduction therefore continues where it was, and what is there so fa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
 from sortrl import provenance
+from sortrl.certify import certified_shares
 from sortrl.files import read_json, write_json
+from sortrl.records import EvalResult
 
 Found = dict[str, Any]
 """A cell as its file has it: the fields of the cell under "cell", then what was measured."""
@@ -33,10 +35,6 @@ C = TypeVar("C", bound=Cell)
 A = TypeVar("A")
 
 
-def _nothing(_: list[Found]) -> Found:
-    return {}
-
-
 @dataclass(frozen=True)
 class CellTable(Generic[C]):
     """A table under way: ``out/<name>.json``, from the cells kept in ``folder``."""
@@ -48,7 +46,7 @@ class CellTable(Generic[C]):
     out: Path
     facts: Mapping[str, Any]
     """What is to be said of all cells: protocol, attacks, figures quoted."""
-    derived: Callable[[list[Found]], Found] = field(default=_nothing)
+    derived: Callable[[list[Found]], Mapping[str, Any]] | None = None
     """What follows from the cells that are there."""
 
     def path(self, cell: C) -> Path:
@@ -65,7 +63,7 @@ class CellTable(Generic[C]):
             "missing": [cell.name for cell in self.cells if not self.path(cell).exists()],
             "versions": provenance.versions(),
             "machine": provenance.machine(),
-            **self.derived(found),
+            **(self.derived(found) if self.derived else {}),
             "cells": found,
         }
         if found:
@@ -93,6 +91,15 @@ class CellTable(Generic[C]):
             done = f"{len(results['cells'])} of {len(self.cells)} cells"
             progress(f"{self.name}: {cell.name}: {figure(found['mean'])}, {done}")
         return results
+
+
+def measured(cell: Any, result: EvalResult, certified_at: Sequence[int]) -> Found:
+    """A cell (a dataclass) with its result and, of clean play with certificates, the shares certified at some 255ths."""
+    found: Found = {"cell": asdict(cell), **result.to_json()}
+    if result.radii is not None and result.eps_unit == 0:
+        shares = certified_shares(result, [k / 255 for k in certified_at])
+        found["certified"] = dict(zip(map(str, certified_at), shares, strict=True))
+    return found
 
 
 def file_name(*parts: object) -> str:

@@ -1,4 +1,4 @@
-"""Figure 1 as a picture, from its results alone."""
+"""Pictures of the figures, from their results alone: the style of all of them, and Figure 1."""
 
 from __future__ import annotations
 
@@ -18,13 +18,27 @@ STYLES = {
 }
 
 
+def panels(rows: int, columns: int, **options: Any) -> tuple[Figure, Any]:
+    """A figure and its axes (rows, columns), with a light grid and small figures."""
+    figure = Figure(figsize=(3.3 * columns, 2.9 * rows), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots(rows, columns, squeeze=False, **options)
+    for axis in axes.flat:
+        axis.grid(alpha=0.25)
+        axis.tick_params(labelsize=8)
+    return figure, axes
+
+
+def save(figure: Figure, path: Path) -> None:
+    with atomic_path(path) as temporary:
+        figure.savefig(temporary, format="png", dpi=150)
+
+
 def draw(results: dict[str, Any], path: Path) -> None:
     """The figure: a row per protocol, a column per task, mean and standard error against eps."""
     curves = results["curves"]
     tasks = list(dict.fromkeys(task for protocol in curves.values() for task in protocol))
-    figure = Figure(figsize=(3.3 * len(tasks), 2.9 * len(curves)), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.subplots(len(curves), len(tasks), squeeze=False, sharey="col")
+    figure, axes = panels(len(curves), len(tasks), sharey="col")
     for row, (protocol, by_task) in enumerate(curves.items()):
         for column, task in enumerate(tasks):
             axis = axes[row][column]
@@ -50,12 +64,9 @@ def draw(results: dict[str, Any], path: Path) -> None:
                         label=f"{label}, worst of all attacks",
                     )
             axis.set_title(f"{task} · {protocol}", fontsize=9)
-            axis.grid(alpha=0.25)
-            axis.tick_params(labelsize=8)
             if row == len(curves) - 1:
                 axis.set_xlabel("ε (the agent's input units)", fontsize=8)
             if column == 0:
                 axis.set_ylabel("return under attack (line: PGD-10)", fontsize=8)
     axes[0][0].legend(fontsize=7, frameon=False)
-    with atomic_path(path) as temporary:
-        figure.savefig(temporary, format="png", dpi=150)
+    save(figure, path)

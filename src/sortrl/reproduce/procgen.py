@@ -7,12 +7,11 @@ of each cell how many episodes it has, and which cells are not computed yet.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from sortrl import attacks
-from sortrl.certify import certified_shares
 from sortrl.config import robustify_config
 from sortrl.errors import SortRLError
 from sortrl.evaluate import evaluate
@@ -20,7 +19,7 @@ from sortrl.nets import CertifiedPolicy
 from sortrl.pipeline import Run
 from sortrl.records import Policy
 from sortrl.reproduce import quoted
-from sortrl.reproduce.cells import CellTable, cell_text, figure, file_name
+from sortrl.reproduce.cells import CellTable, cell_text, figure, file_name, measured
 from sortrl.reproduce.experts import find_folder
 from sortrl.reproduce.figure1 import Scale
 from sortrl.teachers import Teacher, load_teacher, sampled, teacher_preset, train_teacher
@@ -162,11 +161,7 @@ def _compute(cell: Cell, agent: Policy, scale: Scale) -> dict[str, Any]:
         episodes = size.attacked if cell.level else size.clean
     attack = None if cell.attack == "none" else attacks.by_name(cell.attack)
     result = evaluate(agent, cell.env_id, attack, cell.level / 255, episodes, TEST_SEED, name=cell.agent)
-    found = {"cell": asdict(cell), **result.to_json()}
-    if result.radii is not None and cell.level == 0:
-        shares = certified_shares(result, [k / 255 for k in CERTIFIED_AT])
-        found["certified"] = dict(zip(map(str, CERTIFIED_AT), shares, strict=True))
-    return found
+    return measured(cell, result, CERTIFIED_AT)
 
 
 def _facts(table: Table, wanted: list[Cell], published: bool) -> dict[str, Any]:

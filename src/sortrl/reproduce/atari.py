@@ -1,0 +1,286 @@
+"""Tables 1 and 3: returns on four Atari games, of our student, of its teacher, and of the teacher behind rounded pixels.
+
+The protocol is that of the literature ("84"; see :mod:`sortrl.envs.atari`): test environments with raw rewards and all lives, 20
+greedy episodes with the seeds 0 to 19, at most 10,000 steps each, mean and standard error over episodes. Table 1 has PGD-10.
+Table 3 has larger eps and reports the worst of four attacks; each of them is a cell of its own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from sortrl import attacks, zoo
+from sortrl.attacks import Attack
+from sortrl.collect import CollectConfig
+from sortrl.config import robustify_config
+from sortrl.envs.registry import ATARI_STEPS
+from sortrl.errors import SortRLError
+from sortrl.evaluate import evaluate
+from sortrl.files import read_object, write_json
+from sortrl.nets import CertifiedPolicy
+from sortrl.pipeline import Run
+from sortrl.records import Policy
+from sortrl.reproduce import quoted
+from sortrl.reproduce.cells import CellTable, Found, cell_text, figure, file_name, measured
+from sortrl.reproduce.figure1 import Scale
+from sortrl.teachers import PQN_TEACHERS, Teacher, load_teacher, quantized, train_teacher
+from sortrl.teachers.teacher import FILE_NAME
+
+Table = Literal["table1", "table3"]
+GAMES = ("Freeway", "RoadRunner", "Pong", "BankHeist")
+# With 4 brightnesses next to no pixel is within 10/255 of where its rounding changes (BankHeist: 9 %), and most of what moves can
+# still be told from what does not; with 8 or 16, most pixels of Pong or Freeway are within 5/255.
+BRIGHTNESSES = 4
+STUDENT, TEACHER, ROUNDED = "sortrl", "PQN", f"PQN, {BRIGHTNESSES} brightnesses"
+AGENTS = (STUDENT, TEACHER, ROUNDED)
+
+SEED = 0  # episodes 0 to 19
+LEVELS = (0, 1, 3, 5)
+STRONGER_LEVELS = {**quoted.TABLE3_LEVELS, "Pong": (10, 15, 20)}  # Pong is ours: the paper's table leaves it out
+STRONGER = {
+    "pgd-30": "PGD-30",
+    "fgsm": "FGSM",
+    "ri-fgsm-multi": "RI-FGSM-Multi",
+    "ri-fgsm-multi-t": "RI-FGSM-Multi-T",
+}
+CERTIFIED_AT = (1, 3, 5, 10, 15, 20)
+
+
+@dataclass(frozen=True)
+class Size:
+    """How much of the protocol to play."""
+
+    episodes: int
+    stronger_episodes: int
+    """Of table 3, whose attacks cost up to a hundred times as much."""
+    starts: int
+    """Random starts of its two -Multi attacks per state; a thousand take a student about 3 seconds on one core."""
+
+
+SIZES: dict[str, Size] = {"smoke": Size(1, 1, 2), "cpu": Size(20, 5, 10), "paper": Size(20, 20, 1000)}
+# Learns nothing; its states are those of two episodes at least, one of which is held out.
+SMOKE_STUDENT: dict[str, Any] = {
+    "steps": 5,
+    "batch": 16,
+    "dagger_rounds": 0,
+    "collect": CollectConfig(states=5000),
+}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One agent in one game under one attack."""
+
+    game: str
+    agent: str
+    attack: str
+    level: int
+    """eps in 255ths."""
+
+    @property
+    def name(self) -> str:
+        return file_name(self.game, self.agent, self.attack, self.level)
+
+
+@dataclass(frozen=True)
+class Player:
+    """An agent of a table, and the teacher it goes back to, whose values tell bad actions from good ones."""
+
+    policy: Policy
+    teacher: Teacher
+
+
+def env_id_of(game: str) -> str:
+    return f"sortrl/{game}84-v0"
+
+
+def cells(table: Table, games: Iterable[str] = GAMES) -> list[Cell]:
+    """All cells of a table, agent by agent."""
+    pairs = [(game, agent) for game in games for agent in AGENTS]
+    if table == "table1":
+        return [Cell(*pair, "pgd-10" if level else "none", level) for pair in pairs for level in LEVELS]
+    return [Cell(*pair, attack, k) for pair in pairs for k in STRONGER_LEVELS[pair[0]] for attack in STRONGER]
+
+
+def atari_table(
+    table: Table,
+    scale: Scale = "cpu",
+    game: str | None = None,
+    out: Path = Path("results"),
+    work: Path = Path("runs/atari"),
+    teachers: Path | None = None,
+    progress: Callable[[str], None] = print,
+) -> dict[str, Any]:
+    """Compute the cells that are missing, of one game or of all, and write the table of all after each of them."""
+    if game is not None and game not in GAMES:
+        raise SortRLError(f"{table} has no game {game!r}; choose one of {', '.join(GAMES)}.")
+    derived = _with_worst if table == "table3" else None
+    return CellTable(table, scale, cells(table), work / scale, out, _facts(table, SIZES[scale]), derived).fill(
+        lambda cell: _player(cell, work, scale, teachers, progress),
+        lambda cell, player: _compute(cell, player, scale),
+        progress,
+        lambda cell: game in (None, cell.game),
+    )
+
+
+def teacher_of(game: str, work: Path, scale: Scale, teachers: Path | None, progress: Callable[[str], None]) -> Teacher:
+    """The one in the folder given; or one that is trained here, which takes hours."""
+    env_id, folder = env_id_of(game), work / "teachers" / game
+    if teachers is not None:
+        folder = teachers / game.lower()
+        if not (folder / FILE_NAME).exists():
+            raise SortRLError(
+                f"{teachers} holds no teacher of {game}. Train one: sortrl teach {env_id} --out {folder}, or leave --teachers out."
+            )
+        teacher = load_teacher(folder, env_id)
+    else:
+        preset = PQN_TEACHERS[env_id]
+        if scale == "smoke":
+            folder = work / scale / "teachers" / game
+            preset = replace(preset, total_steps=2048, eval_every=2048, eval_episodes=1, confirm_episodes=1, stagger=0)
+        progress(f"{game}: training a teacher, or reading the trained one")
+        teacher = train_teacher(env_id, preset, folder)
+    _only_this_teacher(game, folder / FILE_NAME, work / scale)
+    return teacher
+
+
+def _only_this_teacher(game: str, file: Path, folder: Path) -> None:
+    """Refuse another teacher than the one that the cells and the student in a folder go back to."""
+    path, digest = folder / f"{game}-teacher.json", zoo.sha256(file)
+    if not path.exists():
+        write_json(path, {"sha256": digest})
+    elif read_object(path).get("sha256") != digest:
+        raise SortRLError(
+            f"{folder} holds cells of {game} with another teacher than {file}, and a table must not mix them. "
+            "Name that teacher, or another --work."
+        )
+
+
+def student_of(game: str, teacher: Teacher, work: Path, scale: Scale) -> CertifiedPolicy:
+    """Our student: trained now, continued, or read back."""
+    config = robustify_config(env_id_of(game), train_teacher=False, **(SMOKE_STUDENT if scale == "smoke" else {}))
+    return Run(work / "students" / f"{game}-{scale}", env_id_of(game), config, 0, quiet=False).student(teacher)
+
+
+def _player(cell: Cell, work: Path, scale: Scale, teachers: Path | None, progress: Callable[[str], None]) -> Player:
+    teacher = teacher_of(cell.game, work, scale, teachers, progress)
+    if cell.agent == STUDENT:
+        return Player(student_of(cell.game, teacher, work, scale), teacher)
+    return Player(quantized(teacher, BRIGHTNESSES) if cell.agent == ROUNDED else teacher, teacher)
+
+
+def _compute(cell: Cell, player: Player, scale: Scale) -> Found:
+    size = SIZES[scale]
+    episodes = size.stronger_episodes if cell.attack in STRONGER else size.episodes
+    attack = _attack(cell.attack, player.teacher, size.starts)
+    result = evaluate(player.policy, env_id_of(cell.game), attack, cell.level / 255, episodes, SEED, name=cell.agent)
+    return measured(cell, result, CERTIFIED_AT)
+
+
+def _attack(name: str, values: Teacher, starts: int) -> Attack | None:
+    if name == "ri-fgsm-multi":
+        return attacks.RIFGSMMulti(starts)
+    if name == "ri-fgsm-multi-t":
+        return attacks.RIFGSMMultiT(values, starts)
+    return None if name == "none" else attacks.by_name(name)
+
+
+def _facts(table: Table, size: Size) -> dict[str, Any]:
+    """What is to be said of all cells of a table."""
+    one = table == "table1"
+    return {
+        "attacks": ["pgd-10"] if one else list(STRONGER),
+        "levels": list(LEVELS) if one else sorted({k for levels in STRONGER_LEVELS.values() for k in levels}),
+        "episodes": size.episodes if one else size.stronger_episodes,
+        "starts": None if one else size.starts,
+        "protocol": "84: one grey frame of 84 x 84; test environments with raw rewards and all lives; greedy; episodes with "
+        f"seeds from {SEED} on, at most {ATARI_STEPS} steps; SEM over episodes; PGD steps of eps / 10 from the clean image; "
+        "RI-FGSM-Multi-T ranks actions by the teacher's values; certified: share of the states of clean play whose radius "
+        "is above eps",
+        "quoted": _quoted(quoted.TABLE1 if one else quoted.TABLE3, one),
+    }
+
+
+def _quoted(table: dict[tuple[str, str], quoted.Partial], with_acr: bool) -> list[dict[str, Any]]:
+    return [
+        {
+            "game": game,
+            "agent": agent,
+            "levels": list(LEVELS if with_acr else STRONGER_LEVELS[game]),
+            "figures": [None if cell is None else list(cell) for cell in row],
+            "acr_percent": quoted.TABLE1_ACR.get((game, agent)) if with_acr else None,
+        }
+        for (game, agent), row in table.items()
+    ]
+
+
+def _with_worst(found: list[Found]) -> Found:
+    return {"worst": worst(found)}
+
+
+def worst(found: list[Found]) -> list[dict[str, Any]]:
+    """Of each game, agent and eps the attack under which the mean return is lowest, among those computed so far."""
+    groups: dict[tuple[str, str, int], list[Found]] = {}
+    for entry in found:
+        cell = entry["cell"]
+        groups.setdefault((cell["game"], cell["agent"], cell["level"]), []).append(entry)
+    rows = []
+    for (game, agent, level), tried in groups.items():
+        lowest = min(tried, key=lambda entry: float(entry["mean"]))
+        kept = {key: lowest[key] for key in ("attack", "mean", "sem", "episodes")}
+        rows.append({"game": game, "agent": agent, "level": level, **kept, "attacks_tried": len(tried)})
+    return rows
+
+
+def table_lines(results: dict[str, Any]) -> list[str]:
+    """The table in Markdown, under a line that says what it shows: measured rows, then those that the paper prints."""
+    stronger, levels = "worst" in results, results["levels"]
+    rows: dict[tuple[str, str], dict[int, dict[str, Any]]] = {}
+    for entry in results["worst"] if stronger else results["cells"]:
+        where = entry if stronger else entry["cell"]
+        rows.setdefault((where["game"], where["agent"]), {})[where["level"]] = entry
+    columns = ["clean" if k == 0 else f"{k}/255" for k in levels] + ([] if stronger else ["certified at 1/255"])
+    lines = [_caption(results), "", f"| game | agent | {' | '.join(columns)} |", "|---" * (2 + len(columns)) + "|"]
+    for game in GAMES:
+        for agent in AGENTS:
+            by_level = rows.get((game, agent))
+            if by_level is None:
+                continue
+            texts = [_text(by_level.get(k), results["episodes"], len(results["attacks"])) for k in levels]
+            share = by_level.get(0, {}).get("certified", {}).get("1")
+            texts += [] if stronger else ["" if share is None else f"{math.floor(share * 1e4) / 100:.2f}%"]
+            lines.append(f"| {game} | {'**sortrl**' if agent == STUDENT else agent} | {' | '.join(texts)} |")
+        printed = [row for row in results["quoted"] if row["game"] == game and any(key[0] == game for key in rows)]
+        lines += [_quoted_line(row, levels, stronger) for row in printed]
+    return lines
+
+
+def _caption(results: dict[str, Any]) -> str:
+    episodes = f"{results['episodes']} episodes per cell"
+    if results["starts"] is None:
+        return f"Mean return ± standard error under PGD-10, {episodes}."
+    names = ", ".join(STRONGER[name] for name in results["attacks"])
+    return (
+        f"The lowest mean return ± standard error under {names}, {episodes}; the last two attacks have {results['starts']} random "
+        f"starts (the literature: {SIZES['paper'].stronger_episodes} episodes, {SIZES['paper'].starts} starts)."
+    )
+
+
+def _text(entry: dict[str, Any] | None, episodes: int, attacks_wanted: int) -> str:
+    """A cell; of the worst of several attacks also its name, and how many were tried where some are missing."""
+    text = cell_text(entry, episodes)
+    if entry is None or "attacks_tried" not in entry:
+        return text
+    tried = entry["attacks_tried"]
+    return f"{text} ({entry['attack']}{'' if tried == attacks_wanted else f'; {tried} of {attacks_wanted} attacks'})"
+
+
+def _quoted_line(row: dict[str, Any], levels: list[int], stronger: bool) -> str:
+    printed = dict(zip(row["levels"], row["figures"], strict=True))
+    texts = ["" if printed.get(k) is None else figure(*printed[k]) for k in levels]
+    texts += [] if stronger else ["" if row["acr_percent"] is None else f"{row['acr_percent']:.2f}%"]
+    return f"| {row['game']} | {row['agent']}, *quoted from the paper* | {' | '.join(texts)} |"
