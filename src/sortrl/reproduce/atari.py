@@ -20,7 +20,7 @@ from sortrl.config import robustify_config
 from sortrl.envs.registry import ATARI_STEPS
 from sortrl.errors import SortRLError
 from sortrl.evaluate import evaluate
-from sortrl.files import read_object, write_json
+from sortrl.files import locked, read_object, write_json
 from sortrl.nets import CertifiedPolicy
 from sortrl.pipeline import Run
 from sortrl.records import Policy
@@ -143,7 +143,13 @@ def teacher_of(game: str, work: Path, scale: Scale, teachers: Path | None, progr
             folder = work / scale / "teachers" / game
             preset = replace(preset, total_steps=2048, eval_every=2048, eval_episodes=1, confirm_episodes=1, stagger=0)
         progress(f"{game}: training a teacher, or reading the trained one")
-        teacher = train_teacher(env_id, preset, folder)
+
+        def tell(row: dict[str, Any]) -> None:
+            if "return" in row:  # at evaluations, a few minutes apart
+                progress(f"{game}: step {row['step']} of {row['total']}, return {row['return']:.1f}")
+
+        with locked(folder):
+            teacher = train_teacher(env_id, preset, folder, progress=tell)
     _only_this_teacher(game, folder / FILE_NAME, work / scale)
     return teacher
 
@@ -163,7 +169,9 @@ def _only_this_teacher(game: str, file: Path, folder: Path) -> None:
 def student_of(game: str, teacher: Teacher, work: Path, scale: Scale) -> CertifiedPolicy:
     """Our student: trained now, continued, or read back."""
     config = robustify_config(env_id_of(game), train_teacher=False, **(SMOKE_STUDENT if scale == "smoke" else {}))
-    return Run(work / "students" / f"{game}-{scale}", env_id_of(game), config, 0, quiet=False).student(teacher)
+    directory = work / "students" / f"{game}-{scale}"
+    with locked(directory):  # both tables may be under way
+        return Run(directory, env_id_of(game), config, 0, quiet=False).student(teacher)
 
 
 def _player(cell: Cell, work: Path, scale: Scale, teachers: Path | None, progress: Callable[[str], None]) -> Player:
