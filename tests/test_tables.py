@@ -10,7 +10,8 @@ from sortrl.files import read_json, write_json
 from sortrl.nets import HybridPolicy
 from sortrl.normalizer import Normalizer
 from sortrl.reproduce import procgen as tables
-from sortrl.reproduce.procgen import STUDENT, Cell
+from sortrl.reproduce import quoted
+from sortrl.reproduce.procgen import MEMORY, OURS, STUDENT, Cell
 
 
 def test_cells_cover_the_tables():
@@ -18,16 +19,17 @@ def test_cells_cover_the_tables():
     assert len({cell.name for cell in with_rivals}) == len(with_rivals)
     jumper = [cell for cell in with_rivals if cell.game == "Jumper" and cell.attack in ("none", "pgd-10")]
     assert {cell.level for cell in jumper} == {0, 1, 3, 5}
-    assert {cell.agent for cell in jumper} == {STUDENT, "PPO", "PPO, sampled", "RADIAL-PPO", "BCL-MOS(V)-AT"}
+    assert {cell.agent for cell in jumper} == {*OURS, "PPO", "PPO, sampled", "RADIAL-PPO", "BCL-MOS(V)-AT"}
     assert not any(cell.agent.startswith(("RADIAL", "BCL")) for cell in alone)
-    assert {cell.level for cell in tables.cells("table4", ["Jumper"], True)} == {10, 20, 40}
+    assert {cell.level for cell in tables.cells("table4", ["Jumper"], True)} == {0, 10, 20, 40}
     assert with_rivals[0].agent == STUDENT
     assert tables.SCALES["cpu"].student >= 200
 
 
 def test_the_paper_is_quoted_for_every_row_and_column():
     for _, levels, figures in tables.COLUMNS.values():
-        assert all(len(row) == len(levels) for row in figures.values())
+        printed = levels if figures is quoted.TABLE2 else levels[1:]  # the other one has no clean column
+        assert all(len(row) == len(printed) for row in figures.values())
         assert {where for _, where, _ in figures} == set(tables.LEVELS)
 
 
@@ -59,12 +61,14 @@ def test_cells_are_computed_once_and_written_as_they_come(tiny, tmp_path, monkey
     clean = results["cells"][0]
     assert clean["episodes"] == 1
     assert clean["mean"] == 10.0
-    assert clean["certified"].keys() == {"1", "3", "5", "10"}
+    assert clean["certified"].keys() == clean["proven"].keys() == {"1", "3", "5", "10", "20", "40"}
+    assert clean["proven"]["40"] in (0.0, 10.0)
     monkeypatch.setattr(tables, "_compute", lambda *_: pytest.fail("it was there already"))
     again = tables.procgen_table("table2", "smoke", "Jumper", tmp_path / "out", tmp_path / "work")
     assert again == results
     text = "\n".join(tables.table_lines(results))
     assert "| Jumper | train | **sortrl** |" in text
+    assert "| Jumper | train | **sortrl**, *proven, whatever the attack* |" in text
     assert "quoted from the paper" in text
     assert "(1 episodes)" in text
 
@@ -82,3 +86,10 @@ def test_bad_requests_are_named(tmp_path):
     write_json(tmp_path / "other.json", {})
     with pytest.raises(SortRLError, match=r"does not hold the published agents \(no Jumper_ppo.pt\)"):
         tables.procgen_table("table2", teachers=tmp_path)
+
+
+def test_the_tables_have_both_students():
+    """One is trained, one remembers; they are kept in different places, and each attack meets both."""
+    wanted = tables.cells("table4", ["Jumper"], published=False)
+    assert {(cell.agent, cell.level) for cell in wanted} >= {(agent, k) for agent in OURS for k in (0, 10, 20, 40)}
+    assert Cell("Jumper", "train", MEMORY, "none", 0).name == "Jumper-train-sortrl--memory-none-0"

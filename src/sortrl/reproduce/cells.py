@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
 from sortrl import provenance
-from sortrl.certify import certified_shares
+from sortrl.certify import certified_shares, proven_mean
 from sortrl.files import read_json, write_json
 from sortrl.records import EvalResult
 
@@ -93,12 +93,18 @@ class CellTable(Generic[C]):
         return results
 
 
-def measured(cell: Any, result: EvalResult, certified_at: Sequence[int]) -> Found:
-    """A cell (a dataclass) with its result and, of clean play with certificates, the shares certified at some 255ths."""
+def measured(cell: Any, result: EvalResult, certified_at: Sequence[int], least_return: float | None = None) -> Found:
+    """A cell (a dataclass) with its result and, of clean play with certificates, the shares certified at some 255ths.
+
+    With the least return that an episode can have, also what the mean is proven to be at least.
+    """
     found: Found = {"cell": asdict(cell), **result.to_json()}
     if result.radii is not None and result.eps_unit == 0:
-        shares = certified_shares(result, [k / 255 for k in certified_at])
-        found["certified"] = dict(zip(map(str, certified_at), shares, strict=True))
+        sizes = [k / 255 for k in certified_at]
+        found["certified"] = dict(zip(map(str, certified_at), certified_shares(result, sizes), strict=True))
+        if least_return is not None:
+            proven = [proven_mean(result, size, least_return) for size in sizes]
+            found["proven"] = dict(zip(map(str, certified_at), proven, strict=True))
     return found
 
 
