@@ -74,6 +74,13 @@ def test_the_best_episode_of_each_start_is_kept_and_of_the_best_the_shortest():
     assert kept(best_episodes(demonstrations([slow, poor, short, other, other]))) == {0: 1, 4: 0, 3: 1, 7: 1, 8: 2}
 
 
+def test_an_episode_that_was_cut_off_is_better_than_none():
+    cut, ended = ([0, 1], [2, 2], 9.0), ([0, 5, 6], [1, 1, 1], 0.0)
+    demos = demonstrations([cut, ended, ([7], [1], 0.0), ([7], [1], 0.0)])
+    demos.transitions.terminated[[1, 5, 6]] = False
+    assert kept(best_episodes(demos)) == {0: 1, 5: 1, 6: 1, 7: 1}
+
+
 def test_an_episode_that_contradicts_itself_or_another_is_passed_over():
     waits = ([0, 0, 1], [2, 1, 1], 5.0)  # two answers to one state
     longer = ([0, 2, 3, 1], [0, 0, 0, 1], 5.0)
@@ -86,7 +93,7 @@ def test_an_episode_that_contradicts_itself_or_another_is_passed_over():
 
 
 def test_starts_that_are_never_met_again_are_refused():
-    with pytest.raises(SortRLError, match="3 episodes came to their end, from 3 different starts"):
+    with pytest.raises(SortRLError, match="3 episodes from 3 different starts"):
         best_episodes(demonstrations([([k, 10 + k], [0, 1], 1.0) for k in range(3)]))
 
 
@@ -118,7 +125,7 @@ def test_a_memory_of_a_clumsy_teacher_plays_better_than_it_and_is_certified(tmp_
 
     changes = {"collect": CollectConfig(states=4000, random_actions=0.9, exploration=1.0)}
     policy = sortrl.robustify(
-        wanders, "Corridor-v0", 0.05, preset="memory", out=tmp_path, episodes=8, suite=(), pool=1, **changes
+        wanders, "Corridor-v0", 0.05, preset="memory", out=tmp_path, episodes=8, suite=(), **changes
     )
     result = evaluate(policy, "Corridor-v0", attacks.PGD(10), 0.05, episodes=12, seed=3)
     assert result.mean == 1.0

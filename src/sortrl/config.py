@@ -12,7 +12,7 @@ from sortrl.errors import SortRLError
 from sortrl.teachers import TeacherConfig, teacher_preset
 
 Preset = Literal["fast", "paper", "memory"]
-RECIPES: dict[str, DistillConfig] = {**PRESETS, "memory": replace(PRESETS["fast"], pool=2)}
+RECIPES: dict[str, DistillConfig] = {**PRESETS, "memory": PRESETS["fast"]}
 
 
 @dataclass(frozen=True)

@@ -180,8 +180,7 @@ class Run:
         """A student that is not trained: the best episodes in the data, and the nearest neighbour among their states."""
         with self._stage("remember", "Remembering the best episodes"):
             config = self.config.distill
-            pool = config.pool if data.obs.ndim == 4 else 1  # only images can be pooled
-            return remember(best_episodes(data), teacher.normalizer, pool, config.crop)
+            return remember(best_episodes(data), teacher.normalizer, config.pool, config.crop)
 
     def teacher(self, source: Any = None, vecnormalize: Any = None, allow_pickle: bool = False) -> Teacher:
         folder = self.directory / "teacher"

@@ -32,15 +32,22 @@ from sortrl.records import Demonstrations, IntArray
 
 @dataclass(frozen=True)
 class _Candidate:
-    """An episode that came to its end."""
+    """An episode; one that was cut off may still be the best that is known of its start."""
 
     rows: npt.NDArray[np.int64]
     total: float
+    ended: bool
     pictures: tuple[bytes, ...]
+
+    @property
+    def rank(self) -> tuple[bool, float, int]:
+        """The best comes first."""
+        return not self.ended, -self.total, len(self.rows)
 
 
 def best_episodes(demos: Demonstrations) -> Demonstrations:
     """Of each start, the episode with the highest return, and of those the shortest; the answers are what was played.
+    Episodes that were cut off come last.
 
     An episode that gives two answers to one observation cannot be played by any policy that sees nothing else, so the next
     best is taken; likewise one that contradicts an episode taken before. (If there is none, the last answer counts.)
@@ -52,19 +59,19 @@ def best_episodes(demos: Demonstrations) -> Demonstrations:
         )
     starts: dict[bytes, list[_Candidate]] = {}
     for rows in np.split(np.arange(len(demos)), np.flatnonzero(np.diff(demos.episodes)) + 1):
-        if after.terminated[rows[-1]]:
-            pictures = tuple(hashlib.blake2b(demos.obs[row].tobytes(), digest_size=16).digest() for row in rows)
-            starts.setdefault(pictures[0], []).append(_Candidate(rows, float(after.rewards[rows].sum()), pictures))
-    ended = sum(map(len, starts.values()))
-    if ended == 0 or len(starts) > ended / 2:
+        pictures = tuple(hashlib.blake2b(demos.obs[row].tobytes(), digest_size=16).digest() for row in rows)
+        ended, total = bool(after.terminated[rows[-1]]), float(after.rewards[rows].sum())
+        starts.setdefault(pictures[0], []).append(_Candidate(rows, total, ended, pictures))
+    episodes = sum(map(len, starts.values()))
+    if len(starts) > episodes / 2:
         raise SortRLError(
-            f"best_episodes: {ended} episodes came to their end, from {len(starts)} different starts. Remembering needs a "
-            "task with few starts, each met several times (training levels of ProcGen, Atari): collect more states, or distil."
+            f"best_episodes: {episodes} episodes from {len(starts)} different starts. Remembering needs a task with few starts, "
+            "each met several times (training levels of ProcGen, Atari): collect more states, or distil."
         )
     answers: dict[bytes, int] = {}
     kept: dict[bytes, int] = {}
     for candidates in starts.values():
-        ranked = sorted(candidates, key=lambda one: (-one.total, len(one.rows)))
+        ranked = sorted(candidates, key=lambda one: one.rank)
         chosen = next((one for one in ranked if _consistent(one, after.played, answers)), ranked[0])
         for picture, row in zip(chosen.pictures, chosen.rows, strict=True):
             answers[picture], kept[picture] = int(after.played[row]), int(row)
