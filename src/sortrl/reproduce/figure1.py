@@ -74,17 +74,6 @@ SETTINGS: dict[tuple[str, str], dict[str, Any]] = {
     },
     # A larger eps certifies more states at every smaller one, and costs return only beyond the figure's range.
     ("normalised", "CartPole-v1"): {"eps": 0.3, "lambda_end": 0.05},
-    # Its teacher switches engines every few steps: little can be certified, so nothing is given up for it.
-    ("normalised", "LunarLander-v3"): {
-        "eps": 0.05,
-        "scale": 2.0,
-        "smoothing": 0.1,
-        "noise": 0.1,
-        "lambda_end": 1.0,
-        "steps": 3000,
-        "dagger_rounds": 6,
-        "dagger_states": 30_000,
-    },
 }
 
 SUITE_COLUMNS = (
