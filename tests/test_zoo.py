@@ -17,7 +17,7 @@ from sortrl.cli import main
 from sortrl.collect import CollectConfig
 from sortrl.errors import SortRLError
 from sortrl.files import read_json, read_tensors
-from sortrl.pipeline import open_run
+from sortrl.pipeline import TRAINED_HERE, open_run
 from sortrl.publish import publish
 from sortrl.teachers import quantized
 from sortrl.verify import verify
@@ -112,7 +112,20 @@ def test_a_run_becomes_an_entry(tmp_path, monkeypatch, capsys):
     main(["zoo", "tiny"])
     assert "sha256" in capsys.readouterr().out
     main(["evaluate", "zoo:tiny", "--eps", "0.1", "--episodes", "2"])
-    assert "teacher" in capsys.readouterr().out
+    assert "student" in capsys.readouterr().out
+
+
+def test_a_teacher_that_was_given_is_not_passed_on(tmp_path):
+    run = tmp_path / "run"
+    tiny = {"steps": 20, "width": 16, "depth": 2, "episodes": 2, "suite": (), "dagger_rounds": 0}
+    sortrl.robustify(
+        zoo.locate("zoo:cartpole") / "teacher", "CartPole-v1", out=run, collect=CollectConfig(states=500), **tiny
+    )
+    assert not (publish(run, "given", tmp_path) / "teacher").exists()
+    document = read_json(run / "run.json")
+    document["identity"]["teacher"] = TRAINED_HERE
+    (run / "run.json").write_text(json.dumps(document))
+    assert (publish(run, "own", tmp_path) / "teacher" / "teacher.safetensors").exists()
 
 
 @pytest.mark.parametrize("name", ENTRIES)

@@ -38,6 +38,7 @@ from sortrl.teachers.load import check_fit
 
 VALIDATION_SHARE = 0.1
 SLOTS, IMAGE_SLOTS = 128, 64  # environments side by side
+TRAINED_HERE = "trained here"  # in the place of a given teacher's name
 TEST_SEED_OFFSET = 1000  # test episodes never coincide with those that data or choices were made from
 
 
@@ -414,7 +415,7 @@ def _check_early(config: RobustifyConfig, seed: int) -> None:
 
 def _source_name(teacher: Any) -> str:
     if teacher is None:
-        return "trained here"
+        return TRAINED_HERE
     return str(teacher) if isinstance(teacher, (str, Path)) else type(teacher).__name__
 
 

@@ -16,7 +16,7 @@ from sortrl.collect import load_demonstrations
 from sortrl.errors import SortRLError
 from sortrl.files import read_object, read_tensors, write_json, write_tensors, write_text
 from sortrl.nets.certified import FILE_NAME, CertifiedPolicy
-from sortrl.pipeline import identity_of
+from sortrl.pipeline import TRAINED_HERE, identity_of
 
 HALF_AGREEMENT = 0.999
 AGAIN = "Fetch the entry again."
@@ -40,7 +40,8 @@ def publish(run: Path, name: str, folder: Path = Path("zoo")) -> Path:
         files = [FILE_NAME, "run.json"]
         identity["teacher"] = Path(str(identity.get("teacher"))).name  # not where it once lay
         write_json(entry / "run.json", {"identity": identity})
-        if (run / "teacher" / "teacher.safetensors").exists():
+        # A teacher that was given is somebody's; only one that was trained for the run is ours to pass on.
+        if identity["teacher"] == TRAINED_HERE and (run / "teacher" / "teacher.safetensors").exists():
             (entry / "teacher").mkdir()
             shutil.copy(run / "teacher" / "teacher.safetensors", entry / "teacher")
             files.append("teacher/teacher.safetensors")
@@ -90,6 +91,7 @@ def _card(name: str, results: dict[str, Any], agreement: float | None, files: di
         "command": results["command"],
         "seed": results["seed"],
         "eps": results["config"]["eps"],
+        "preset": results["config"]["preset"],
         "half_precision_agreement": agreement,
         "returns": [{column: row.get(column) for column in columns} for row in results["evaluation"]],
         "certified": shares,
@@ -114,6 +116,12 @@ def summed_up(where: Path) -> str:
         return f"{found['env']:<24} clean return {clean[0]:.1f}, trained for eps {found['eps']:.4g}"
 
 
+def _origin(found: dict[str, Any]) -> str:
+    if found.get("preset") == "memory":
+        return f"a memory of the best episodes of {found['teacher']}: the nearest neighbour in l_inf among their states"
+    return f"distilled from {found['teacher']} for perturbations of l_inf size {found['eps']:g} in the policy's input units"
+
+
 def card_text(found: dict[str, Any]) -> str:
     rows = [
         f"| {row['policy']} | {row['attack']} | {row['eps']:g} | {row['mean']:.1f} ± {row['sem']:.1f} |"
@@ -131,8 +139,7 @@ def card_text(found: dict[str, Any]) -> str:
         [
             f"# zoo:{found['name']}",
             "",
-            f"A certified policy for `{found['env']}`, distilled from {found['teacher']} for perturbations of l_inf size "
-            f"{found['eps']:g} in the policy's input units.",
+            f"A certified policy for `{found['env']}`, {_origin(found)}.",
             "",
             "```python",
             "import sortrl",
