@@ -119,7 +119,7 @@ def test_a_teacher_that_was_given_is_not_passed_on(tmp_path):
     run = tmp_path / "run"
     tiny = {"steps": 20, "width": 16, "depth": 2, "episodes": 2, "suite": (), "dagger_rounds": 0}
     sortrl.robustify(
-        zoo.locate("zoo:cartpole") / "teacher", "CartPole-v1", out=run, collect=CollectConfig(states=500), **tiny
+        zoo.locate("zoo:cartpole") / "teacher", "CartPole-v1", out=run, collect=CollectConfig(states=2000), **tiny
     )
     assert not (publish(run, "given", tmp_path) / "teacher").exists()
     document = read_json(run / "run.json")
