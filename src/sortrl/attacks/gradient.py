@@ -158,7 +158,8 @@ class RIFGSMMulti(Attack):
         found, left, done = target.unit.clone(), torch.arange(len(target)), 0
         while done < self.starts and len(left) > 0:
             part = target.subset(left)
-            starts = min(self.starts - done, _at_once(part))
+            # Doubling: most states that can be broken are broken by one of the first few starts.
+            starts = min(self.starts - done, max(FIRST_STARTS, done), _at_once(part))
             x, actions = _many_steps(part, starts)
             changed = actions != part.clean[:, None]
             broken = changed.any(1).nonzero().flatten()
@@ -222,6 +223,7 @@ def _many_steps(target: Target, starts: int) -> tuple[Tensor, Tensor]:
     return x.reshape(len(target), starts, *shape), actions.reshape(len(target), starts)
 
 
+FIRST_STARTS = 8
 CHUNK_STATES = 4096  # inputs that go through the policy at once ...
 CHUNK_VALUES = 1 << 22  # ... and the numbers they may hold: some ten tensors of this size exist at a time
 
