@@ -596,3 +596,27 @@ def test_an_agent_whose_actions_make_no_sense_is_refused(states):
 
     with pytest.raises(SortRLError, match=r"Strange.predict returned float64 of shape \(400, 2\)"):
         attacks.Square(3)(Strange(), states, 0.1)
+
+
+class TestWhereUncertified:
+    def test_gives_the_actions_of_the_attack_itself_for_less(self, policy, states):
+        eps = float(np.median(policy.certify_unit(states).radius))
+        plain, spared = (
+            attack(policy, states, eps) for attack in (attacks.PGD(10), attacks.WhereUncertified(attacks.PGD(10)))
+        )
+        assert (plain.action == spared.action).all()
+        assert (plain.action != plain.clean_action).any(), "an attack that breaks nothing shows nothing"
+        assert spared.gradients <= 0.6 * plain.gradients
+
+    def test_a_state_at_the_border_is_attacked(self, policy, states):
+        """A radius equal to eps is no proof of anything, also where eps is rounded to float32."""
+        radius = policy.certify_unit(states).radius[:1]
+        result = attacks.WhereUncertified(attacks.PGD(10))(policy, states[:1], float(radius[0]))
+        assert result.gradients == 10
+
+    def test_an_agent_without_certificates_is_attacked_everywhere(self, states):
+        teacher = as_teacher(nn.Linear(6, 3), 6, 3)
+        plain, wrapped = (
+            attack(teacher, states, 0.1) for attack in (attacks.FGSM(), attacks.WhereUncertified(attacks.FGSM()))
+        )
+        assert torch.equal(plain.perturbed, wrapped.perturbed) and plain.gradients == wrapped.gradients

@@ -15,6 +15,7 @@ from sortrl.attacks.learned import LearnedAdversary, train_adversary
 from sortrl.attacks.noise import GaussianNoise, SaltAndPepper, SensorDropout, UniformNoise
 from sortrl.attacks.rl import Aimed, MinBest, MinQ, Transfer
 from sortrl.attacks.suites import SUITES, suite
+from sortrl.attacks.uncertified import WhereUncertified
 from sortrl.errors import SortRLError
 
 __all__ = [
@@ -38,6 +39,7 @@ __all__ = [
     "Targeted",
     "Transfer",
     "UniformNoise",
+    "WhereUncertified",
     "auto",
     "by_name",
     "names",

@@ -185,6 +185,7 @@ def _compute(cell: Cell, player: Player, scale: Scale) -> Found:
     size = SIZES[scale]
     episodes = size.stronger_episodes if cell.attack in STRONGER else size.episodes
     attack = _attack(cell.attack, player.teacher, size.starts)
+    attack = None if attack is None else attacks.WhereUncertified(attack)
     result = evaluate(player.policy, env_id_of(cell.game), attack, cell.level / 255, episodes, SEED, name=cell.agent)
     return measured(cell, result, CERTIFIED_AT)
 
@@ -207,6 +208,7 @@ def _facts(table: Table, size: Size) -> dict[str, Any]:
         "starts": None if one else size.starts,
         "protocol": "84: one grey frame of 84 x 84; test environments with raw rewards and all lives; greedy; episodes with "
         f"seeds from {SEED} on, at most {ATARI_STEPS} steps; SEM over episodes; PGD steps of eps / 10 from the clean image; "
+        "the student is attacked in the states that are not certified at eps, because in the others no attack can change the action; "
         "RI-FGSM-Multi-T ranks actions by the teacher's values; certified: share of the states of clean play whose radius "
         "is above eps",
         "quoted": _quoted(quoted.TABLE1 if one else quoted.TABLE3, one),
