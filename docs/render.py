@@ -18,7 +18,7 @@ from sortrl.files import write_text
 from sortrl.report.charts import episode_chart
 from sortrl.report.figures import save_png
 from sortrl.report.run import read_run
-from sortrl.reproduce import atari, procgen
+from sortrl.reproduce import atari, compute_lines, procgen
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
@@ -127,6 +127,10 @@ def other_attacks_table(results: dict[str, Any]) -> str:
     return "\n".join(procgen.other_attacks_lines(results))
 
 
+def compute_table(results: dict[str, Any]) -> str:
+    return "\n".join(compute_lines(results))
+
+
 def images_table(results: dict[str, Any]) -> str:
     """Median radii where there are too many pixels for a complete search: what the valid range adds."""
     lines = [
@@ -152,6 +156,7 @@ TABLES = {
     "table2-attacks": ("table2", other_attacks_table),
     "table3": ("table3", atari_table),
     "table4": ("table4", procgen_table),
+    "compute": ("compute", compute_table),
     "bench": ("bench", bench_table),
 }
 

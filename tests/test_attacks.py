@@ -619,4 +619,5 @@ class TestWhereUncertified:
         plain, wrapped = (
             attack(teacher, states, 0.1) for attack in (attacks.FGSM(), attacks.WhereUncertified(attacks.FGSM()))
         )
-        assert torch.equal(plain.perturbed, wrapped.perturbed) and plain.gradients == wrapped.gradients
+        assert torch.equal(plain.perturbed, wrapped.perturbed)
+        assert plain.gradients == wrapped.gradients

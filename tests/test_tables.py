@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import importlib
+
+import numpy as np
 import pytest
 import torch
 
+from sortrl.envs import EnvSlots
 from sortrl.errors import SortRLError
 from sortrl.files import read_json, write_json
 from sortrl.nets import HybridPolicy
 from sortrl.normalizer import Normalizer
+from sortrl.records import Demonstrations, Transitions
+from sortrl.remember import remember
 from sortrl.reproduce import procgen as tables
 from sortrl.reproduce import quoted
 from sortrl.reproduce.procgen import MEMORY, OURS, STUDENT, Cell
@@ -93,3 +99,27 @@ def test_the_tables_have_both_students():
     wanted = tables.cells("table4", ["Jumper"], published=False)
     assert {(cell.agent, cell.level) for cell in wanted} >= {(agent, k) for agent in OURS for k in (0, 10, 20, 40)}
     assert Cell("Jumper", "train", MEMORY, "none", 0).name == "Jumper-train-sortrl--memory-none-0"
+
+
+@pytest.mark.usefixtures("procgen")
+def test_return_against_compute(tmp_path, monkeypatch):
+    """In the real game, on one level, where one step to the left wins: every share of eight tries is enough to know it."""
+    module = importlib.import_module("sortrl.reproduce.compute")
+    env_id, tries = "sortrl/Jumper-train-v0", 8
+    with EnvSlots(env_id, 1) as slots:
+        start = np.asarray(slots.reset(0, tables.TEST_SEED))
+    ones = np.ones(tries, bool)
+    after = Transitions(
+        np.zeros(tries, np.int64), 10.0 * ones.astype(np.float32), ones, ~ones, np.stack([start] * tries)
+    )
+    logits = np.zeros((tries, 6), np.float32)
+    data = Demonstrations(env_id, np.stack([start] * tries), after.played, logits, np.arange(tries), after)
+    source = module._Source(data, lambda episodes: remember(episodes, Normalizer.from_pixels(start.shape)))
+    monkeypatch.setattr(module, "_source", lambda *_: source)
+    monkeypatch.setitem(tables.SCALES, "smoke", tables.Episodes(1, 1, 1, 1))
+    monkeypatch.delenv("SORTRL_TEACHERS", raising=False)
+    results = module.compute("smoke", "Jumper", tmp_path / "out", tmp_path / "work")
+    assert [cell["tries"] for cell in results["cells"]] == [2, 4, 8]
+    assert all(cell["mean"] == 10.0 and cell["memories"] == 1 for cell in results["cells"])
+    assert "| Jumper | 8 | 8 | 1 | 10.00" in module.table_lines(results)[-1]
+    assert read_json(tmp_path / "out" / "compute.json") == results

@@ -115,8 +115,17 @@ def teach(
         write_json(json, result.to_json())
 
 
-Reproduced = Literal["fig1", "fig2", "fig3", "table1", "table2", "table3", "table4", "certificates", "reliability"]
-KEPT_IN = {"reliability": "reliability", "table1": "atari", "table2": "procgen", "table3": "atari", "table4": "procgen"}
+Reproduced = Literal[
+    "fig1", "fig2", "fig3", "table1", "table2", "table3", "table4", "compute", "certificates", "reliability"
+]
+KEPT_IN = {
+    "reliability": "reliability",
+    "table1": "atari",
+    "table2": "procgen",
+    "table3": "atari",
+    "table4": "procgen",
+    "compute": "procgen",
+}
 
 
 def reproduce(
@@ -135,11 +144,12 @@ def reproduce(
         what: fig1: return against eps on the four classic tasks, in two protocols, under PGD-10 and the worst of all attacks;
             table1, table3: four Atari games under PGD-10, and under the worst of four attacks at larger eps;
             table2, table4: ProcGen's Jumper and CoinRun under PGD-10 and PGD-30, beside published rivals;
+            compute: return of the ProcGen student that remembers, against the states it was made of;
             fig2, fig3: pictures of tables 1 and 3, from what is computed of them (normalised scores; return against eps);
             certificates: how tight the certificates of its students are; reliability: damaged files, kills at random
             moments, many threads and processes.
         task: Only this task; of tables, and of figures 2 and 3, only this game (table1, table3: Freeway, RoadRunner, Pong, BankHeist;
-            table2, table4: Jumper, Coinrun); of reliability, only this part (fuzz, crashes, soak).
+            table2, table4, compute: Jumper, Coinrun); of reliability, only this part (fuzz, crashes, soak).
         scale: smoke (minutes, to see that it works), cpu (hours on two cores), paper (the printed recipe at full length too).
         out: Where the JSON and the PNG go.
         work: Where finished parts are kept [runs/fig1, runs/atari, runs/procgen or runs/reliability].
@@ -165,6 +175,8 @@ def reproduce(
     elif what in ("table2", "table4"):
         found = module.procgen_table(what, scale, task, out, folder, teachers, progress)
         print("\n".join(module.procgen_lines(found)))
+    elif what == "compute":
+        print("\n".join(module.compute_lines(module.compute(scale, task, out, folder, teachers, progress))))
     elif what in ("fig2", "fig3"):
         (module.fig2 if what == "fig2" else module.fig3)(out, task)
     elif what == "certificates":

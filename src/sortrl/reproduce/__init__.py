@@ -6,6 +6,8 @@ from sortrl.reproduce.atari import atari_table
 from sortrl.reproduce.atari import table_lines as atari_lines
 from sortrl.reproduce.atari_figures import fig2, fig3
 from sortrl.reproduce.certificates import certificates
+from sortrl.reproduce.compute import compute
+from sortrl.reproduce.compute import table_lines as compute_lines
 from sortrl.reproduce.figure1 import fig1
 from sortrl.reproduce.procgen import procgen_table
 from sortrl.reproduce.procgen import table_lines as procgen_lines
@@ -16,6 +18,8 @@ __all__ = [
     "atari_lines",
     "atari_table",
     "certificates",
+    "compute",
+    "compute_lines",
     "fig1",
     "fig2",
     "fig3",

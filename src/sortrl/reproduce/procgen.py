@@ -113,11 +113,16 @@ def teacher_of(game: str, work: Path, published: Path | None, progress: Callable
 
 def student_of(game: str, agent: str, teacher: Teacher, work: Path, scale: Scale) -> CertifiedPolicy:
     """One of our students: made now, continued, or read back."""
+    return student_run(game, agent, work, scale).student(teacher)
+
+
+def student_run(game: str, agent: str, work: Path, scale: Scale) -> Run:
+    """The run that makes one of our students."""
     env_id, preset = f"sortrl/{game}-train-v0", OURS[agent]
     tiny: dict[str, Any] = {"steps": 20, "dagger_rounds": 0} if scale == "smoke" else {}
     config = robustify_config(env_id, preset=preset, train_teacher=False, **tiny)
     folder = f"{game}-{scale}" + ("" if preset == "fast" else f"-{preset}")
-    return Run(work / "students" / folder, env_id, config, 0, quiet=False).student(teacher)
+    return Run(work / "students" / folder, env_id, config, 0, quiet=False)
 
 
 def procgen_table(
@@ -130,8 +135,7 @@ def procgen_table(
     progress: Callable[[str], None] = print,
 ) -> dict[str, Any]:
     """Compute the cells that are missing, and write the table after each of them."""
-    if game is not None and game not in GAMES:
-        raise SortRLError(f"{table} has no game {game!r}; choose {' or '.join(GAMES)}.")
+    check_game(table, game)
     folder = find_folder(teachers, "procgen", PUBLISHED["Jumper"][TEACHER])
     wanted = cells(table, (game,) if game else GAMES, folder is not None)
     return CellTable(table, scale, wanted, work / scale, out, _facts(table, wanted, folder is not None)).fill(
@@ -139,6 +143,11 @@ def procgen_table(
         lambda cell, agent: _compute(cell, agent, scale),
         progress,
     )
+
+
+def check_game(table: str, game: str | None) -> None:
+    if game is not None and game not in GAMES:
+        raise SortRLError(f"{table} has no game {game!r}; choose {' or '.join(GAMES)}.")
 
 
 def _agent(cell: Cell, work: Path, published: Path | None, scale: Scale, progress: Callable[[str], None]) -> Policy:
@@ -174,8 +183,8 @@ def _facts(table: Table, wanted: list[Cell], published: bool) -> dict[str, Any]:
         "attack": attack,
         "levels": list(levels),
         "protocol": f"easy mode; 200 training levels from 0, or all; greedy play (unless it says sampled); seed {TEST_SEED}: "
-        "200 episodes are every training level once; PGD steps of eps / 10 from the clean image; our students are attacked in the states that are not "
-        "certified at eps, because in the others no attack can change the action; SEM over episodes",
+        "200 episodes are every training level once; PGD steps of eps / 10 from the clean image; SEM over episodes; our students "
+        "are attacked in the states that are not certified at eps, because in the others no attack can change the action",
         "experts": "as published" if published else "trained here",
         "quoted": [
             {"game": game, "levels": where, "agent": agent, "figures": [list(pair) for pair in row]}
