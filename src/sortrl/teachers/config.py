@@ -95,7 +95,7 @@ class PQNConfig(TeacherConfig):
     algorithms: ClassVar[tuple[Algorithm, ...]] = ("pqn",)
 
     algorithm: Algorithm = "pqn"
-    total_steps: int = 10_000_000
+    total_steps: int = 5_000_000
     eval_every: int = 262_144
     eval_episodes: int = 10
     confirm_episodes: int = 20
