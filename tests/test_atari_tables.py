@@ -111,7 +111,7 @@ def test_a_game_from_teacher_to_picture(short_pong, tmp_path, monkeypatch, capsy
     assert clean["cell"] == {"game": "Pong", "agent": STUDENT, "attack": "none", "level": 0}
     assert (clean["first_seed"], clean["steps"], clean["episodes"]) == (0, 10, 1)
     assert "1" in clean["certified"]
-    starts = {entry["cell"]["attack"]: entry["attack_parameters"].get("starts") for entry in strong["cells"]}
+    starts = {entry["cell"]["attack"]: entry["attack_parameters"]["attack"].get("starts") for entry in strong["cells"]}
     assert starts == {"pgd-30": None, "fgsm": None, "ri-fgsm-multi": 2, "ri-fgsm-multi-t": 2}
     assert all(row["attacks_tried"] == 4 for row in strong["worst"])
     assert {row["agent"] for row in strong["worst"]} == {*AGENTS}
@@ -134,8 +134,11 @@ def test_a_game_from_teacher_to_picture(short_pong, tmp_path, monkeypatch, capsy
     }
 
     save_teacher(tmp_path / "teachers" / "pong", seed=1)
-    with pytest.raises(SortRLError, match="with another teacher"):
-        atari.teacher_of("Pong", tmp_path / "work", "smoke", tmp_path / "teachers", print)
+    missing = "Pong-PQN-pgd-10-5"
+    (tmp_path / "work" / "smoke" / f"{missing}.json").unlink()
+    write_json(tmp_path / "out" / "table1.json", {**weak, "cells": weak["cells"][:4]})  # the student's
+    with pytest.raises(SortRLError, match="cells of another PQN of Pong"):
+        atari.atari_table("table1", "smoke", "Pong", tmp_path / "out", tmp_path / "work", tmp_path / "teachers")
 
 
 def entry(game, agent, attack, level, mean, sem=1.0, **more):

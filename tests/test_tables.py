@@ -17,7 +17,9 @@ from sortrl.records import Demonstrations, Transitions
 from sortrl.remember import remember
 from sortrl.reproduce import procgen as tables
 from sortrl.reproduce import quoted
+from sortrl.reproduce.cells import CellTable, fingerprint
 from sortrl.reproduce.procgen import MEMORY, OURS, STUDENT, Cell
+from sortrl.teachers import Architecture, Teacher
 
 
 def test_cells_cover_the_tables():
@@ -72,11 +74,38 @@ def test_cells_are_computed_once_and_written_as_they_come(tiny, tmp_path, monkey
     monkeypatch.setattr(tables, "_compute", lambda *_: pytest.fail("it was there already"))
     again = tables.procgen_table("table2", "smoke", "Jumper", tmp_path / "out", tmp_path / "work")
     assert again == results
+    elsewhere = tables.procgen_table("table2", "smoke", "Jumper", tmp_path / "out", tmp_path / "another machine")
+    assert elsewhere["cells"] == results["cells"], "the table itself is kept"
     text = "\n".join(tables.table_lines(results))
     assert "| Jumper | train | **sortrl** |" in text
     assert "| Jumper | train | **sortrl**, *proven, whatever the attack* |" in text
     assert "quoted from the paper" in text
     assert "(1 episodes)" in text
+
+
+def test_a_table_keeps_its_cells_and_never_mixes_two_students(tmp_path):
+    """Cells of other games stay as they are; of the same game, only those of the same weights are added to."""
+    cells = [Cell("Jumper", "train", STUDENT, "none", 0), Cell("Jumper", "train", STUDENT, "pgd-10", 1)]
+    first, second = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+    old = {"cell": {**vars(cells[0]), "game": "Coinrun"}, "mean": 9.0, "agents": {STUDENT: "someone else"}}
+    known = {"cell": vars(cells[0]), "mean": 7.0, "agents": {STUDENT: fingerprint(first)}}
+    write_json(tmp_path / "table2.json", {"scale": "cpu", "cells": [old, known]})
+    table = CellTable("table2", "cpu", cells, tmp_path / "work", tmp_path, {})
+
+    def fill(network, **changes):
+        return table.fill(
+            lambda _: network,
+            lambda cell, _: {"cell": vars(cell), "mean": 5.0, **changes},
+            lambda cell, agent: {cell.agent: agent},
+            print,
+        )
+
+    with pytest.raises(SortRLError, match="cells of another sortrl of Jumper"):
+        fill(second)
+    assert [entry["mean"] for entry in fill(first)["cells"]] == [7.0, 5.0, 9.0]
+    assert fill(second)["missing"] == [], "nothing was left to do"
+    with pytest.raises(SortRLError, match="is a table of scale cpu; one of scale smoke needs another --out"):
+        CellTable("table2", "smoke", cells, tmp_path / "work", tmp_path, {}).write()
 
 
 def test_other_attacks_stand_in_a_table_of_their_own(tmp_path):
@@ -114,7 +143,9 @@ def test_return_against_compute(tmp_path, monkeypatch):
     )
     logits = np.zeros((tries, 6), np.float32)
     data = Demonstrations(env_id, np.stack([start] * tries), after.played, logits, np.arange(tries), after)
-    source = module._Source(data, lambda episodes: remember(episodes, Normalizer.from_pixels(start.shape)))
+    architecture = Architecture(start.shape, 6, (), "ReLU")
+    teacher = Teacher(architecture.build(), Normalizer.from_pixels(start.shape), 6, architecture=architecture)
+    source = module._Source(teacher, data, lambda episodes: remember(episodes, Normalizer.from_pixels(start.shape)))
     monkeypatch.setattr(module, "_source", lambda *_: source)
     monkeypatch.setitem(tables.SCALES, "smoke", tables.Episodes(1, 1, 1, 1))
     monkeypatch.delenv("SORTRL_TEACHERS", raising=False)

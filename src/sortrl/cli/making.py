@@ -153,8 +153,8 @@ def reproduce(
         scale: smoke (minutes, to see that it works), cpu (hours on two cores), paper (the printed recipe at full length too).
         out: Where the JSON and the PNG go.
         work: Where finished parts are kept [runs/fig1, runs/atari, runs/procgen or runs/reliability].
-        teachers: Folder of the published agents [$SORTRL_TEACHERS]; without it experts are trained. Of Atari: the folder with a
-            trained teacher for each game (freeway, roadrunner, pong, bankheist); only if it is given here.
+        teachers: Folder of the published agents [$SORTRL_TEACHERS]; without it experts are trained. Of Atari: a folder with a
+            teacher for each game (freeway, roadrunner, pong, bankheist), given here; without it those of the zoo, with their students.
         jobs: Processes side by side [one per core].
         seconds: How long the soak of reliability lasts [as the scale says].
     """

@@ -13,6 +13,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from torch import nn
+
 from sortrl import attacks, zoo
 from sortrl.attacks import Attack
 from sortrl.collect import CollectConfig
@@ -20,12 +22,11 @@ from sortrl.config import robustify_config
 from sortrl.envs.registry import ATARI_STEPS
 from sortrl.errors import SortRLError
 from sortrl.evaluate import evaluate
-from sortrl.files import locked, read_object, write_json
+from sortrl.files import locked
 from sortrl.nets import CertifiedPolicy
-from sortrl.pipeline import Run
-from sortrl.records import Policy
+from sortrl.pipeline import Run, open_run
 from sortrl.reproduce import quoted
-from sortrl.reproduce.cells import CellTable, Found, cell_text, figure, file_name, measured
+from sortrl.reproduce.cells import CellTable, Found, cell_text, figure, file_name, fingerprint, measured
 from sortrl.reproduce.figure1 import Scale
 from sortrl.teachers import PQN_TEACHERS, Teacher, load_teacher, quantized, train_teacher
 from sortrl.teachers.teacher import FILE_NAME
@@ -90,7 +91,7 @@ class Cell:
 class Player:
     """An agent of a table, and the teacher it goes back to, whose values tell bad actions from good ones."""
 
-    policy: Policy
+    policy: Teacher | CertifiedPolicy
     teacher: Teacher
 
 
@@ -122,6 +123,7 @@ def atari_table(
     return CellTable(table, scale, cells(table), work / scale, out, _facts(table, SIZES[scale]), derived).fill(
         lambda cell: _player(cell, work, scale, teachers, progress),
         lambda cell, player: _compute(cell, player, scale),
+        _networks,
         progress,
         lambda cell: game in (None, cell.game),
     )
@@ -136,34 +138,19 @@ def teacher_of(game: str, work: Path, scale: Scale, teachers: Path | None, progr
             raise SortRLError(
                 f"{teachers} holds no teacher of {game}. Train one: sortrl teach {env_id} --out {folder}, or leave --teachers out."
             )
-        teacher = load_teacher(folder, env_id)
-    else:
-        preset = PQN_TEACHERS[env_id]
-        if scale == "smoke":
-            folder = work / scale / "teachers" / game
-            preset = replace(preset, total_steps=2048, eval_every=2048, eval_episodes=1, confirm_episodes=1, stagger=0)
-        progress(f"{game}: training a teacher, or reading the trained one")
+        return load_teacher(folder, env_id)
+    preset = PQN_TEACHERS[env_id]
+    if scale == "smoke":
+        folder = work / scale / "teachers" / game
+        preset = replace(preset, total_steps=2048, eval_every=2048, eval_episodes=1, confirm_episodes=1, stagger=0)
+    progress(f"{game}: training a teacher, or reading the trained one")
 
-        def tell(row: dict[str, Any]) -> None:
-            if "return" in row:  # at evaluations, a few minutes apart
-                progress(f"{game}: step {row['step']} of {row['total']}, return {row['return']:.1f}")
+    def tell(row: dict[str, Any]) -> None:
+        if "return" in row:  # at evaluations, a few minutes apart
+            progress(f"{game}: step {row['step']} of {row['total']}, return {row['return']:.1f}")
 
-        with locked(folder):
-            teacher = train_teacher(env_id, preset, folder, progress=tell)
-    _only_this_teacher(game, folder / FILE_NAME, work / scale)
-    return teacher
-
-
-def _only_this_teacher(game: str, file: Path, folder: Path) -> None:
-    """Refuse another teacher than the one that the cells and the student in a folder go back to."""
-    path, digest = folder / f"{game}-teacher.json", zoo.sha256(file)
-    if not path.exists():
-        write_json(path, {"sha256": digest})
-    elif read_object(path).get("sha256") != digest:
-        raise SortRLError(
-            f"{folder} holds cells of {game} with another teacher than {file}, and a table must not mix them. "
-            "Name that teacher, or another --work."
-        )
+    with locked(folder):
+        return train_teacher(env_id, preset, folder, progress=tell)
 
 
 def student_of(game: str, teacher: Teacher, work: Path, scale: Scale) -> CertifiedPolicy:
@@ -171,14 +158,31 @@ def student_of(game: str, teacher: Teacher, work: Path, scale: Scale) -> Certifi
     config = robustify_config(env_id_of(game), train_teacher=False, **(SMOKE_STUDENT if scale == "smoke" else {}))
     directory = work / "students" / f"{game}-{scale}"
     with locked(directory):  # both tables may be under way
-        return Run(directory, env_id_of(game), config, 0, quiet=False).student(teacher)
+        run = Run(directory, env_id_of(game), config, 0, quiet=False)
+        run.claim(f"{TEACHER}, {fingerprint(teacher)}")
+        return run.student(teacher)
+
+
+def _from_zoo(game: str) -> tuple[CertifiedPolicy, Teacher] | None:
+    """Student and teacher that come with the project, if they do."""
+    if game.lower() not in zoo.names():
+        return None
+    env_id, student, teacher = open_run(Path(f"{zoo.PREFIX}{game.lower()}"))
+    if env_id != env_id_of(game) or teacher is None:
+        raise SortRLError(f"{zoo.PREFIX}{game.lower()} is of {env_id}, expected {env_id_of(game)} with its teacher.")
+    return student, teacher
 
 
 def _player(cell: Cell, work: Path, scale: Scale, teachers: Path | None, progress: Callable[[str], None]) -> Player:
-    teacher = teacher_of(cell.game, work, scale, teachers, progress)
+    shipped = _from_zoo(cell.game) if teachers is None and scale != "smoke" else None
+    teacher = shipped[1] if shipped else teacher_of(cell.game, work, scale, teachers, progress)
     if cell.agent == STUDENT:
-        return Player(student_of(cell.game, teacher, work, scale), teacher)
+        return Player(shipped[0] if shipped else student_of(cell.game, teacher, work, scale), teacher)
     return Player(quantized(teacher, BRIGHTNESSES) if cell.agent == ROUNDED else teacher, teacher)
+
+
+def _networks(cell: Cell, player: Player) -> dict[str, nn.Module]:
+    return {TEACHER: player.teacher} | ({STUDENT: player.policy} if cell.agent == STUDENT else {})
 
 
 def _compute(cell: Cell, player: Player, scale: Scale) -> Found:

@@ -1,22 +1,29 @@
 """Tables made cell by cell: every cell is kept in a file of its own, and the table is written anew after each of them.
 
-A stopped reproduction therefore continues where it was, and what is there so far can be read at any time.
+A stopped reproduction therefore continues where it was, and what is there so far can be read at any time. Cells that stand in
+the table already are not computed again either, on whatever machine that was. Each names the agents it goes back to by their
+weights, so that a table never mixes two students of one game.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
+from torch import nn
+
 from sortrl import provenance
 from sortrl.certify import certified_shares, proven_mean
-from sortrl.files import read_json, write_json
+from sortrl.errors import SortRLError
+from sortrl.files import read_json, read_object, write_json
 from sortrl.records import EvalResult
 
 Found = dict[str, Any]
-"""A cell as its file has it: the fields of the cell under "cell", then what was measured."""
+"""A cell as its file has it: the fields of the cell under "cell", then what was measured, by which agents ("agents": name and
+fingerprint) and where ("computed")."""
 
 
 class Cell(Protocol):
@@ -49,48 +56,118 @@ class CellTable(Generic[C]):
     derived: Callable[[list[Found]], Mapping[str, Any]] | None = None
     """What follows from the cells that are there."""
 
-    def path(self, cell: C) -> Path:
+    @property
+    def path(self) -> Path:
+        return self.out / f"{self.name}.json"
+
+    def kept_in(self, cell: C) -> Path:
         return self.folder / f"{cell.name}.json"
+
+    def found(self) -> list[Found]:
+        """The cells that are there: the wanted ones in their order, then those of other games or agents."""
+        earlier = self._earlier()
+        wanted = []
+        for cell in self.cells:
+            fields = asdict(cell)  # type: ignore[call-overload]
+            same = [entry for entry in earlier if entry["cell"] == fields]
+            if self.kept_in(cell).exists():
+                wanted.append(read_json(self.kept_in(cell)))
+            elif same:
+                wanted.append(same[0])
+            earlier = [entry for entry in earlier if entry["cell"] != fields]
+        return wanted + earlier
+
+    def _earlier(self) -> list[Found]:
+        """The cells of the table as it was last written."""
+        if not self.path.exists():
+            return []
+        table = read_object(self.path)
+        if table.get("scale") != self.scale:
+            raise SortRLError(
+                f"{self.path} is a table of scale {table.get('scale')}; one of scale {self.scale} needs another --out."
+            )
+        cells = table.get("cells")
+        if not isinstance(cells, list) or not all(
+            isinstance(c, dict) and isinstance(c.get("cell"), dict) for c in cells
+        ):
+            raise SortRLError(f"{self.path} is not a table of cells. Delete it, or name another --out.")
+        return cells
 
     def write(self) -> dict[str, Any]:
         """The table as far as it is computed. Before the first cell there is none to write."""
-        found = [read_json(self.path(cell)) for cell in self.cells if self.path(cell).exists()]
+        found = self.found()
+        there = [entry["cell"] for entry in found]
         results = {
             "schema": 1,
             "table": self.name,
             "scale": self.scale,
             **self.facts,
-            "missing": [cell.name for cell in self.cells if not self.path(cell).exists()],
+            "missing": [cell.name for cell in self.cells if asdict(cell) not in there],  # type: ignore[call-overload]
             "versions": provenance.versions(),
             "machine": provenance.machine(),
             **(self.derived(found) if self.derived else {}),
             "cells": found,
         }
         if found:
-            write_json(self.out / f"{self.name}.json", results)
+            write_json(self.path, results)
         return results
 
     def fill(
         self,
         agent_of: Callable[[C], A],
         compute: Callable[[C, A], Found],
+        made_of: Callable[[C, A], dict[str, nn.Module]],
         progress: Callable[[str], None],
         only: Callable[[C], bool] = lambda _: True,
     ) -> dict[str, Any]:
-        """Compute the cells that are missing (``only`` says which are wanted now), and write the table after each."""
+        """Compute the cells that are missing (``only`` says which are wanted now), and write the table after each.
+
+        ``made_of`` gives the networks that a cell goes back to, by the names of their agents.
+        """
         results = self.write()
         key, agent = None, None
         for cell in filter(only, self.cells):
-            if self.path(cell).exists():
+            if cell.name not in results["missing"]:
                 continue
             if agent is None or key != (cell.game, cell.agent):
                 key, agent = (cell.game, cell.agent), agent_of(cell)  # one in memory at a time
-            found = compute(cell, agent)
-            write_json(self.path(cell), found)
+            agents = {name: fingerprint(network) for name, network in made_of(cell, agent).items()}
+            self._check_same(cell.game, agents)
+            found = {**compute(cell, agent), "agents": agents, "computed": _where()}
+            write_json(self.kept_in(cell), found)
             results = self.write()
-            done = f"{len(results['cells'])} of {len(self.cells)} cells"
+            done = f"{len(results['cells'])} cells, {len(results['missing'])} missing"
             progress(f"{self.name}: {cell.name}: {figure(found['mean'])}, {done}")
         return results
+
+    def _check_same(self, game: str, agents: dict[str, str]) -> None:
+        """Refuse another agent than the one of the same name that cells of this game go back to."""
+        for entry in self.found():
+            known = entry.get("agents", {entry["cell"]["agent"]: "unknown"})
+            for name in agents.keys() & known.keys():
+                if entry["cell"]["game"] == game and agents[name] != known[name]:
+                    raise SortRLError(
+                        f"{self.path} or {self.folder} holds cells of another {name} of {game}, and a table must not mix them. "
+                        "Give that agent, name another --out and --work, or delete those cells."
+                    )
+
+
+def fingerprint(network: nn.Module) -> str:
+    """What tells two agents apart: a hash of their weights.
+
+    >>> fingerprint(nn.Identity())[:8], fingerprint(nn.Linear(1, 1)) == fingerprint(nn.Linear(1, 1))
+    ('e3b0c442', False)
+    """
+    digest = hashlib.sha256()
+    for name, tensor in sorted(network.state_dict().items()):
+        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype} ".encode())
+        digest.update(tensor.detach().cpu().contiguous().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _where() -> dict[str, str]:
+    versions = provenance.versions()
+    return {"cpu": provenance.machine()["cpu"], "torch": versions["torch"], "revision": versions.get("revision", "")}
 
 
 def measured(cell: Any, result: EvalResult, certified_at: Sequence[int], least_return: float | None = None) -> Found:

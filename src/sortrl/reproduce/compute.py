@@ -36,6 +36,7 @@ from sortrl.reproduce.procgen import (
     student_run,
     teacher_of,
 )
+from sortrl.teachers import Teacher
 
 SHARES = (0.25, 0.5, 1.0)
 
@@ -64,7 +65,7 @@ def compute(
     """Measure the points that are missing, and write ``compute.json`` after each of them."""
     check_game("compute", game)
     folder = find_folder(teachers, "procgen", PUBLISHED["Jumper"][TEACHER])
-    points = [Point(name, share) for name in ((game,) if game else GAMES) for share in SHARES]
+    points = [Point(name, share) for name in GAMES for share in SHARES]
     facts = {"protocol": f"clean greedy play on the training levels, seed {TEST_SEED}; see table2.json"}
 
     def measure(point: Point, whole: _Source) -> Found:
@@ -75,7 +76,11 @@ def compute(
         return measured(point, result, CERTIFIED_AT, LEAST_RETURN) | sizes
 
     return CellTable("compute", scale, points, work / scale, out, facts).fill(
-        lambda point: _source(point.game, work, folder, scale, progress), measure, progress
+        lambda point: _source(point.game, work, folder, scale, progress),
+        measure,
+        lambda _, source: {TEACHER: source.teacher},
+        progress,
+        lambda point: game in (None, point.game),
     )
 
 
@@ -83,6 +88,7 @@ def compute(
 class _Source:
     """What the student of the tables was made of, and how."""
 
+    teacher: Teacher
     data: Demonstrations
     student_of: Callable[[Demonstrations], CertifiedPolicy]
 
@@ -92,7 +98,9 @@ def _source(game: str, work: Path, published: Path | None, scale: Scale, progres
     run = student_run(game, MEMORY, work, scale)
     training, _ = split(run.demonstrations(teacher), VALIDATION_SHARE, run.seed)
     settings = run.config.distill
-    return _Source(training, lambda episodes: remember(episodes, teacher.normalizer, settings.pool, settings.crop))
+    return _Source(
+        teacher, training, lambda episodes: remember(episodes, teacher.normalizer, settings.pool, settings.crop)
+    )
 
 
 def first_part(demos: Demonstrations, share: float) -> Demonstrations:

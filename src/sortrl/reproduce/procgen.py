@@ -137,11 +137,13 @@ def procgen_table(
     """Compute the cells that are missing, and write the table after each of them."""
     check_game(table, game)
     folder = find_folder(teachers, "procgen", PUBLISHED["Jumper"][TEACHER])
-    wanted = cells(table, (game,) if game else GAMES, folder is not None)
-    return CellTable(table, scale, wanted, work / scale, out, _facts(table, wanted, folder is not None)).fill(
+    wanted = cells(table, GAMES, folder is not None)
+    return CellTable(table, scale, wanted, work / scale, out, _facts(table, folder is not None)).fill(
         lambda cell: _agent(cell, work, folder, scale, progress),
         lambda cell, agent: _compute(cell, agent, scale),
+        lambda cell, agent: {cell.agent: agent},
         progress,
+        lambda cell: game in (None, cell.game),
     )
 
 
@@ -150,7 +152,9 @@ def check_game(table: str, game: str | None) -> None:
         raise SortRLError(f"{table} has no game {game!r}; choose {' or '.join(GAMES)}.")
 
 
-def _agent(cell: Cell, work: Path, published: Path | None, scale: Scale, progress: Callable[[str], None]) -> Policy:
+def _agent(
+    cell: Cell, work: Path, published: Path | None, scale: Scale, progress: Callable[[str], None]
+) -> Teacher | CertifiedPolicy:
     if cell.agent in OURS:
         return student_of(cell.game, cell.agent, teacher_of(cell.game, work, published, progress), work, scale)
     if cell.agent == TEACHER:
@@ -176,9 +180,8 @@ def _compute(cell: Cell, agent: Policy, scale: Scale) -> dict[str, Any]:
     return measured(cell, result, CERTIFIED_AT, LEAST_RETURN)
 
 
-def _facts(table: Table, wanted: list[Cell], published: bool) -> dict[str, Any]:
+def _facts(table: Table, published: bool) -> dict[str, Any]:
     attack, levels, figures = COLUMNS[table]
-    games = {cell.game for cell in wanted}
     return {
         "attack": attack,
         "levels": list(levels),
@@ -189,7 +192,6 @@ def _facts(table: Table, wanted: list[Cell], published: bool) -> dict[str, Any]:
         "quoted": [
             {"game": game, "levels": where, "agent": agent, "figures": [list(pair) for pair in row]}
             for (game, where, agent), row in figures.items()
-            if game in games
         ],
     }
 
@@ -218,6 +220,8 @@ def table_lines(results: dict[str, Any]) -> list[str]:
             proven = [f"{clean['proven'][str(k)]:.2f}" if k else "" for k in levels]
             lines.append(f"| {game} | {where} | {name}, *proven, whatever the attack* | {' | '.join(proven)} | |")
     for row in results["quoted"]:
+        if not any(game == row["game"] for game, _, _ in rows):
+            continue
         texts = [figure(mean, sem) for mean, sem in row["figures"]]
         blank = [""] * (len(levels) - len(texts))  # the paper's Table 4 has no clean column
         lines.append(
