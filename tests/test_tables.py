@@ -118,6 +118,8 @@ def test_other_attacks_stand_in_a_table_of_their_own(tmp_path):
 def test_bad_requests_are_named(tmp_path):
     with pytest.raises(SortRLError, match="no game 'Pong'"):
         tables.procgen_table("table2", game="Pong")
+    with pytest.raises(SortRLError, match=r"no agent 'DQN'; choose one of sortrl, sortrl, memory, PPO"):
+        tables.procgen_table("table2", agent="DQN")
     write_json(tmp_path / "other.json", {})
     with pytest.raises(SortRLError, match=r"does not hold the published agents \(no Jumper_ppo.pt\)"):
         tables.procgen_table("table2", teachers=tmp_path)

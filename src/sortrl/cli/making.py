@@ -131,6 +131,7 @@ KEPT_IN = {
 def reproduce(
     what: Annotated[Reproduced, tyro.conf.Positional],
     task: str | None = None,
+    agent: str | None = None,
     scale: Literal["smoke", "cpu", "paper"] = "cpu",
     out: Path = Path("results"),
     work: Path | None = None,
@@ -150,6 +151,7 @@ def reproduce(
             moments, many threads and processes.
         task: Only this task; of tables, and of figures 2 and 3, only this game (table1, table3: Freeway, RoadRunner, Pong, BankHeist;
             table2, table4, compute: Jumper, Coinrun); of reliability, only this part (fuzz, crashes, soak).
+        agent: Of tables, only the rows of this agent, as the table calls it (for example "sortrl, memory").
         scale: smoke (minutes, to see that it works), cpu (hours on two cores), paper (the printed recipe at full length too).
         out: Where the JSON and the PNG go.
         work: Where finished parts are kept [runs/fig1, runs/atari, runs/procgen or runs/reliability].
@@ -163,6 +165,8 @@ def reproduce(
     def progress(line: str) -> None:
         print(line, file=sys.stderr, flush=True)
 
+    if agent is not None and not what.startswith("table"):
+        raise SortRLError(f"reproduce: --agent chooses rows of a table, and {what} has none.")
     folder = work or Path("runs") / KEPT_IN.get(what, "fig1")
     if what == "reliability":
         from sortrl.cli import main  # the campaigns run commands of all kinds
@@ -170,10 +174,10 @@ def reproduce(
         found = module.reliability(main, scale, task, out, folder, seconds, progress)
         print("\n".join(module.reliability_summary(found)))
     elif what in ("table1", "table3"):
-        found = module.atari_table(what, scale, task, out, folder, teachers, progress)
+        found = module.atari_table(what, scale, task, out, folder, teachers, progress, agent)
         print("\n".join(module.atari_lines(found)))
     elif what in ("table2", "table4"):
-        found = module.procgen_table(what, scale, task, out, folder, teachers, progress)
+        found = module.procgen_table(what, scale, task, out, folder, teachers, progress, agent)
         print("\n".join(module.procgen_lines(found)))
     elif what == "compute":
         print("\n".join(module.compute_lines(module.compute(scale, task, out, folder, teachers, progress))))

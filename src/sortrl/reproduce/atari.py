@@ -115,17 +115,17 @@ def atari_table(
     work: Path = Path("runs/atari"),
     teachers: Path | None = None,
     progress: Callable[[str], None] = print,
+    agent: str | None = None,
 ) -> dict[str, Any]:
-    """Compute the cells that are missing, of one game or of all, and write the table of all after each of them."""
-    if game is not None and game not in GAMES:
-        raise SortRLError(f"{table} has no game {game!r}; choose one of {', '.join(GAMES)}.")
+    """Compute the cells that are missing, of one game or agent or of all, and write the table of all after each of them."""
     derived = _with_worst if table == "table3" else None
     return CellTable(table, scale, cells(table), work / scale, out, _facts(table, SIZES[scale]), derived).fill(
         lambda cell: _player(cell, work, scale, teachers, progress),
         lambda cell, player: _compute(cell, player, scale),
         _networks,
         progress,
-        lambda cell: game in (None, cell.game),
+        game,
+        agent,
     )
 
 

@@ -60,6 +60,13 @@ class CellTable(Generic[C]):
     def path(self) -> Path:
         return self.out / f"{self.name}.json"
 
+    def check_wanted(self, game: str | None, agent: str | None) -> None:
+        """Refuse a game or an agent that the table does not have."""
+        for wanted, kind in ((game, "game"), (agent, "agent")):
+            known = list(dict.fromkeys(getattr(cell, kind) for cell in self.cells))
+            if wanted is not None and wanted not in known:
+                raise SortRLError(f"{self.name} has no {kind} {wanted!r}; choose one of {', '.join(known)}.")
+
     def kept_in(self, cell: C) -> Path:
         return self.folder / f"{cell.name}.json"
 
@@ -118,22 +125,25 @@ class CellTable(Generic[C]):
         compute: Callable[[C, A], Found],
         made_of: Callable[[C, A], dict[str, nn.Module]],
         progress: Callable[[str], None],
-        only: Callable[[C], bool] = lambda _: True,
+        game: str | None = None,
+        agent: str | None = None,
     ) -> dict[str, Any]:
-        """Compute the cells that are missing (``only`` says which are wanted now), and write the table after each.
+        """Compute the cells that are missing, of one game or agent or of all, and write the table after each.
 
         ``made_of`` gives the networks that a cell goes back to, by the names of their agents.
         """
+        self.check_wanted(game, agent)
         results = self.write()
-        key, agent = None, None
-        for cell in filter(only, self.cells):
-            if cell.name not in results["missing"]:
+        key, player = None, None
+        for cell in self.cells:
+            wanted = game in (None, cell.game) and agent in (None, cell.agent)
+            if not wanted or cell.name not in results["missing"]:
                 continue
-            if agent is None or key != (cell.game, cell.agent):
-                key, agent = (cell.game, cell.agent), agent_of(cell)  # one in memory at a time
-            agents = {name: fingerprint(network) for name, network in made_of(cell, agent).items()}
+            if player is None or key != (cell.game, cell.agent):
+                key, player = (cell.game, cell.agent), agent_of(cell)  # one in memory at a time
+            agents = {name: fingerprint(network) for name, network in made_of(cell, player).items()}
             self._check_same(cell.game, agents)
-            found = {**compute(cell, agent), "agents": agents, "computed": _where()}
+            found = {**compute(cell, player), "agents": agents, "computed": _where()}
             write_json(self.kept_in(cell), found)
             results = self.write()
             done = f"{len(results['cells'])} cells, {len(results['missing'])} missing"

@@ -13,7 +13,6 @@ from typing import Any, Literal
 
 from sortrl import attacks
 from sortrl.config import Preset, robustify_config
-from sortrl.errors import SortRLError
 from sortrl.evaluate import evaluate
 from sortrl.nets import CertifiedPolicy
 from sortrl.pipeline import Run
@@ -133,9 +132,9 @@ def procgen_table(
     work: Path = Path("runs/procgen"),
     teachers: Path | None = None,
     progress: Callable[[str], None] = print,
+    agent: str | None = None,
 ) -> dict[str, Any]:
-    """Compute the cells that are missing, and write the table after each of them."""
-    check_game(table, game)
+    """Compute the cells that are missing, of one game or agent or of all, and write the table after each of them."""
     folder = find_folder(teachers, "procgen", PUBLISHED["Jumper"][TEACHER])
     wanted = cells(table, GAMES, folder is not None)
     return CellTable(table, scale, wanted, work / scale, out, _facts(table, folder is not None)).fill(
@@ -143,13 +142,9 @@ def procgen_table(
         lambda cell, agent: _compute(cell, agent, scale),
         lambda cell, agent: {cell.agent: agent},
         progress,
-        lambda cell: game in (None, cell.game),
+        game,
+        agent,
     )
-
-
-def check_game(table: str, game: str | None) -> None:
-    if game is not None and game not in GAMES:
-        raise SortRLError(f"{table} has no game {game!r}; choose {' or '.join(GAMES)}.")
 
 
 def _agent(
