@@ -122,6 +122,7 @@ def test_a_teacher_that_was_given_is_not_passed_on(tmp_path):
         zoo.locate("zoo:cartpole") / "teacher", "CartPole-v1", out=run, collect=CollectConfig(states=2000), **tiny
     )
     assert not (publish(run, "given", tmp_path) / "teacher").exists()
+    assert (publish(run, "passed-on", tmp_path, with_teacher=True) / "teacher" / "teacher.safetensors").exists()
     document = read_json(run / "run.json")
     document["identity"]["teacher"] = TRAINED_HERE
     (run / "run.json").write_text(json.dumps(document))

@@ -23,8 +23,8 @@ AGAIN = "Fetch the entry again."
 SAMPLE = 20_000  # states on which the two precisions are compared
 
 
-def publish(run: Path, name: str, folder: Path = Path("zoo")) -> Path:
-    """Write ``folder/name`` from a finished run.
+def publish(run: Path, name: str, folder: Path = Path("zoo"), with_teacher: bool = False) -> Path:
+    """Write ``folder/name`` from a finished run; ``with_teacher`` says that its teacher, if it was given, may be passed on.
 
     Weights are stored in half precision if the policy's action stays the same in 99.9 % of its training states; the
     certificates of such a policy are those of the rounded weights, so they hold either way.
@@ -40,8 +40,9 @@ def publish(run: Path, name: str, folder: Path = Path("zoo")) -> Path:
         files = [FILE_NAME, "run.json"]
         identity["teacher"] = Path(str(identity.get("teacher"))).name  # not where it once lay
         write_json(entry / "run.json", {"identity": identity})
-        # A teacher that was given is somebody's; only one that was trained for the run is ours to pass on.
-        if identity["teacher"] == TRAINED_HERE and (run / "teacher" / "teacher.safetensors").exists():
+        # A teacher that was given is somebody's; one that was trained for the run is ours to pass on.
+        ours = with_teacher or identity["teacher"] == TRAINED_HERE
+        if ours and (run / "teacher" / "teacher.safetensors").exists():
             (entry / "teacher").mkdir()
             shutil.copy(run / "teacher" / "teacher.safetensors", entry / "teacher")
             files.append("teacher/teacher.safetensors")

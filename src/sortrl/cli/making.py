@@ -192,13 +192,17 @@ def reproduce(
 
 
 def zoo(
-    name: Annotated[str | None, tyro.conf.Positional] = None, add: Path | None = None, folder: Path = Path("zoo")
+    name: Annotated[str | None, tyro.conf.Positional] = None,
+    add: Path | None = None,
+    with_teacher: bool = False,
+    folder: Path = Path("zoo"),
 ) -> None:
     """List the trained policies that come with sortrl, show the card of one, or add one from a run.
 
     Args:
         name: Show this entry's card; with --add, what to call the new one.
         add: Directory of a finished run.
+        with_teacher: Pass on the run's teacher too, although it was given to the run (one that was trained for it always is).
         folder: Where --add writes.
     """
     from sortrl import zoo as entries
@@ -207,7 +211,7 @@ def zoo(
     if add is not None:
         if name is None:
             raise SortRLError("zoo: --add needs a name: sortrl zoo NAME --add RUN.")
-        print(f"entry: {publish(add, name, folder)}")
+        print(f"entry: {publish(add, name, folder, with_teacher)}")
         return
     if name is not None:
         print(described(entries.entry(name.removeprefix(entries.PREFIX))), end="")
