@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -55,11 +54,6 @@ class TeacherConfig:
     """PPO: weight of the entropy bonus."""
     clip_range: float = 0.2
     """PPO: how far the new policy may move from the old one."""
-    unsteady_price: float = 0.0
-    """PPO: what a step costs, in units of the task's reward, times the share of small displacements of what is seen that would
-    change the greedy action. An agent that keeps away from its decision boundaries has students with wider certificates."""
-    unsteady_eps: float = 0.2
-    """PPO: size of those displacements, in the agent's input units."""
     buffer_size: int = 50_000
     """DQN: transitions kept for replay."""
     learning_starts: int = 1_000
@@ -89,13 +83,6 @@ class TeacherConfig:
         for name in ("gamma", "gae_lambda", "exploration_fraction", "exploration_final_eps"):
             if not 0 <= getattr(self, name) <= 1:
                 raise SortRLError(f"TeacherConfig: {name} is {getattr(self, name)}, expected between 0 and 1.")
-        if not 0 <= self.unsteady_price < math.inf or not 0 < self.unsteady_eps < math.inf:
-            raise SortRLError(
-                f"TeacherConfig: unsteady_price is {self.unsteady_price}, expected 0 or more; "
-                f"unsteady_eps is {self.unsteady_eps}, expected a positive number."
-            )
-        if self.unsteady_price > 0 and self.algorithm != "ppo":
-            raise SortRLError(f"TeacherConfig: unsteady_price is for ppo, not for {self.algorithm}.")
         if self.algorithm == "ppo" and self.n_envs * self.n_steps < 2:
             raise SortRLError("TeacherConfig: PPO needs at least two samples per update; raise n_steps or n_envs.")
 
@@ -210,11 +197,9 @@ TEACHERS: dict[str, TeacherConfig] = {
         gae_lambda=0.98,
         normalize_reward=True,
     ),
-    # It lands as well without switching its engines all the time. The target is what is left after the price of unsteady steps.
     "LunarLander-v3": TeacherConfig(
         total_steps=3_000_000,
-        target_return=220.0,
-        unsteady_price=0.5,
+        target_return=255.0,
         eval_every=98_304,
         n_envs=16,
         n_steps=1024,

@@ -8,38 +8,25 @@ from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from sortrl.envs import greedy_returns
 from sortrl.teachers.config import TeacherConfig
-from sortrl.teachers.steady import Watched
 from sortrl.teachers.teacher import Teacher
 
 Progress = Callable[[dict[str, Any]], None]
 
 
 def grade(teacher: Teacher, env_id: str, config: TeacherConfig, seed: int, segment: int) -> tuple[float, bool]:
-    """Mean greedy return, and whether it reached the target on ``confirm_episodes`` fresh episodes too.
-
-    Where unsteady steps have a price, it is paid here as well: the best agent is the one that training looks for.
-    """
+    """Mean greedy return, and whether it reached the target on ``confirm_episodes`` fresh episodes too."""
     seeds = (
         np.random.SeedSequence([seed, 3, segment]).generate_state(config.eval_episodes + config.confirm_episodes) >> 1
     )
-
-    def mean(chosen: npt.NDArray[Any]) -> float:
-        if config.unsteady_price == 0:
-            return float(greedy_returns(teacher, env_id, chosen.tolist()).mean())
-        watched = Watched(teacher, config.unsteady_eps, seed)
-        returns = greedy_returns(watched, env_id, chosen.tolist())
-        return float(returns.mean() - config.unsteady_price * watched.total / len(chosen))
-
     first, fresh = np.split(seeds, [config.eval_episodes])
-    score = mean(first)
+    score = float(greedy_returns(teacher, env_id, first.tolist()).mean())
     if config.target_return is None or score < config.target_return:
         return score, False
-    confirmation = mean(fresh)
+    confirmation = float(greedy_returns(teacher, env_id, fresh.tolist()).mean())
     return confirmation, confirmation >= config.target_return
 
 

@@ -117,15 +117,9 @@ def make_model(env_id: str, config: TeacherConfig) -> Any:
     from stable_baselines3 import DQN, PPO
     from stable_baselines3.common.vec_env import VecNormalize
 
-    from sortrl.teachers.steady_rewards import SteadyRewards
-
     plain = _side_by_side(env_id, config.n_envs)
     policy = "CnnPolicy" if len(plain.observation_space.shape) == 3 else "MlpPolicy"
-    env: Any = VecNormalize(
-        plain, norm_obs=config.normalize_obs, norm_reward=config.normalize_reward, gamma=config.gamma
-    )
-    if config.unsteady_price > 0:
-        env = SteadyRewards(env, config.unsteady_price, config.unsteady_eps)
+    env = VecNormalize(plain, norm_obs=config.normalize_obs, norm_reward=config.normalize_reward, gamma=config.gamma)
     progressed: list[Any] = []  # filled below: schedules must see the whole training, not the segment under way
 
     def remaining() -> float:
@@ -171,8 +165,6 @@ def make_model(env_id: str, config: TeacherConfig) -> Any:
             fraction, final = max(config.exploration_fraction, 1e-9), config.exploration_final_eps
             model.exploration_schedule = lambda _: max(final, 1.0 + (final - 1.0) * (1.0 - remaining()) / fraction)
     progressed.append(model)
-    if isinstance(env, SteadyRewards):
-        env.model = model
     return model
 
 
@@ -205,7 +197,7 @@ def capture(model: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
     tensors |= prefixed("optimizer", optimizer_tensors(model.policy.optimizer))
     counts: dict[str, Any] = {name: int(getattr(model, name, 0)) for name in _COUNTS}
     for name in _statistics(model):
-        rms = getattr(model.get_vec_normalize_env(), name)
+        rms = getattr(model.env, name)
         tensors |= {f"{name}.mean": torch.as_tensor(rms.mean), f"{name}.var": torch.as_tensor(rms.var)}
         counts[name] = float(rms.count)
     replay = getattr(model, "replay_buffer", None)
@@ -223,7 +215,7 @@ def restore(model: Any, tensors: dict[str, Tensor], counts: dict[str, Any]) -> N
         if hasattr(model, name):
             setattr(model, name, int(counts[name]))
     for name in _statistics(model):
-        rms = getattr(model.get_vec_normalize_env(), name)
+        rms = getattr(model.env, name)
         mean, var = tensors[f"{name}.mean"].numpy(), tensors[f"{name}.var"].numpy()
         if mean.shape != np.shape(rms.mean) or var.shape != np.shape(rms.var):
             raise ValueError(f"{name} of shapes {mean.shape} and {var.shape}")
@@ -236,7 +228,7 @@ def restore(model: Any, tensors: dict[str, Tensor], counts: dict[str, Any]) -> N
 
 
 def _statistics(model: Any) -> list[str]:
-    return ["ret_rms", *(["obs_rms"] if model.get_vec_normalize_env().norm_obs else [])]
+    return ["ret_rms", *(["obs_rms"] if model.env.norm_obs else [])]
 
 
 def _write_state(out: Path, record: dict[str, Any], model: Any) -> None:
