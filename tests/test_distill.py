@@ -11,7 +11,7 @@ import torch
 
 from helpers import balancer
 from sortrl.collect import CollectConfig, collect, split
-from sortrl.distill import EXPONENTS, PRESETS, DistillConfig, _draws, distill, imitation_loss, margins, robust_loss
+from sortrl.distill import EXPONENTS, PRESETS, DistillConfig, distill, imitation_loss, margins, robust_loss
 from sortrl.errors import SortRLError
 from sortrl.normalizer import Normalizer
 
@@ -38,16 +38,6 @@ def test_soft_targets_blend_into_the_cross_entropy():
     expected = -(teacher.softmax(1) * logits.log_softmax(1)).sum(1).mean()
     torch.testing.assert_close(soft, expected)
     torch.testing.assert_close(imitation_loss(logits, labels, teacher, 0.25), 0.75 * hard + 0.25 * soft)
-
-
-def test_states_with_more_at_stake_are_drawn_more_often():
-    scores = torch.tensor([[0.0, 0.0], [1.0, 0.0], [0.0, 3.0], [5.0, 5.0]])
-    draw = _draws(scores, DistillConfig(batch=40_000, stakes=0.5), torch.Generator().manual_seed(0))
-    counts = torch.bincount(draw(), minlength=4) / 40_000
-    # Half alike, half in proportion to 0, 1, 3, 0.
-    torch.testing.assert_close(counts, torch.tensor([0.125, 0.25, 0.5, 0.125]), atol=0.01, rtol=0)
-    with pytest.raises(SortRLError, match="differ between actions"):
-        _draws(torch.ones(4, 2), DistillConfig(stakes=0.5), torch.Generator())
 
 
 def test_schedules():

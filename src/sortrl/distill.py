@@ -64,9 +64,6 @@ class DistillConfig:
     """The hinge ends at theta = theta_factor * eps * scale."""
     soft_targets: float = 0.0
     """Share of the cross-entropy that is taken against the teacher's softmax instead of its action."""
-    stakes: float = 0.0
-    """Share of the states of a step that are drawn in proportion to what is at stake in them, the teacher's best score minus its
-    worst (Bastani et al., 2018): where every action will do, a student need not agree. The others are drawn alike."""
     mask_chunk: int = 128
     """Samples that share one random mask."""
     head: tuple[int, ...] | None = None
@@ -112,7 +109,7 @@ class DistillConfig:
             raise SortRLError(
                 f"DistillConfig: exact_share is {self.exact_share}, expected at most final_share {self.final_share}."
             )
-        for name in ("soft_targets", "worst_share", "stakes"):
+        for name in ("soft_targets", "worst_share"):
             if not 0 <= getattr(self, name) <= 1:
                 raise SortRLError(f"DistillConfig: {name} is {getattr(self, name)}, expected a share in [0, 1].")
         if self.worst_share > 0 and self.head is None:
@@ -219,7 +216,6 @@ def distill(
     states = torch.from_numpy(np.ascontiguousarray(demonstrations.obs))
     labels = torch.from_numpy(demonstrations.actions.astype(np.int64))
     teacher_logits = torch.from_numpy(demonstrations.logits.astype(np.float32))
-    draw = _draws(teacher_logits, config, generator)
     checkpoint = Checkpoint(
         out_dir, {"config": asdict(config), "seed": seed, "states": len(states), "labels": int(labels.sum())}
     )
@@ -231,7 +227,7 @@ def distill(
         trunk.p.fill_(config.p_at(step))
         for group in optimizer.param_groups:
             group["lr"] = group["peak"] * config.cosine(step)
-        index = draw()
+        index = torch.randint(len(states), (config.batch,), generator=generator)
         target = labels[index]
         unit = normalizer(states[index])
         optimizer.zero_grad(set_to_none=True)  # before the forward pass, which can use their memory
@@ -267,23 +263,6 @@ def distill(
     every = -(-len(states) // _calibration_states(states[0].numel()))
     policy.calibrate(normalizer(states[::every]))
     return Distilled(policy, history, None if held_out is None else held_out_metrics(policy, held_out, config.eps))
-
-
-def _draws(scores: Tensor, config: DistillConfig, generator: torch.Generator) -> Callable[[], Tensor]:
-    """What gives the states of a step, by number."""
-    n, weighted = len(scores), round(config.stakes * config.batch)
-    at_stake = (scores.amax(1) - scores.amin(1)).double().cumsum(0)
-    if weighted > 0 and not 0 < float(at_stake[-1]) < math.inf:
-        raise SortRLError("distill: stakes needs finite scores of the teacher that differ between actions.")
-
-    def draw() -> Tensor:
-        index = torch.randint(n, (config.batch - weighted,), generator=generator)
-        if weighted == 0:
-            return index
-        points = torch.rand(weighted, dtype=torch.float64, generator=generator) * at_stake[-1]
-        return torch.cat([index, torch.searchsorted(at_stake, points, right=True).clamp(max=n - 1)])
-
-    return draw
 
 
 class _Judged(NamedTuple):
