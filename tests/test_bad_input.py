@@ -146,7 +146,10 @@ API: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     # settings
     "unknown option": (lambda: robust(widht=3), "no option 'widht'. Did you mean 'width'"),
-    "unknown preset": (lambda: robustify_config("CartPole-v1", preset="best"), "Unknown preset 'best'; choose fast or"),
+    "unknown preset": (
+        lambda: robustify_config("CartPole-v1", preset="best"),
+        "Unknown preset 'best'; choose one of fast, paper, memory",
+    ),
     "no steps": (lambda: robust(steps=0), "steps is 0, expected a positive number"),
     "no test episodes": (lambda: robust(episodes=0), "episodes is 0, expected a whole number, at least 1"),
     "half an episode": (lambda: robust(episodes=2.5), "episodes is 2.5, expected a whole number"),
@@ -297,7 +300,11 @@ def test_control_c_stops_cleanly(tmp_path):
     teacher = balancer_zip(tmp_path / "agent.zip")
     command = [sys.executable, "-c", code, "robustify", "CartPole-v1", "--teacher", str(teacher), *fast]
     environment = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE", "OMP_NUM_THREADS": "1"}
+    before = signal.signal(
+        signal.SIGINT, signal.default_int_handler
+    )  # ignored if the tests run in the background of a script
     process = subprocess.Popen(command, stderr=subprocess.PIPE, env=environment, text=True)
+    signal.signal(signal.SIGINT, before)
     deadline = time.monotonic() + 240
     while not (out / "data.safetensors").exists() and process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.02)
@@ -325,12 +332,16 @@ def test_an_interrupt_that_is_lost_comes_again(monkeypatch, capsys):
 
     monkeypatch.setattr(cli.interrupts, "INTERRUPT_AGAIN", 0.2)
     monkeypatch.setitem(cli.COMMANDS, "info", deaf)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     handlers = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGALRM)
-    with pytest.raises(SystemExit) as stop:
-        cli.main(["info"])
-    assert (lost, stop.value.code) == ([1], 130)
-    assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGALRM)) == handlers
-    time.sleep(0.5)  # and no alarm is left behind
+    try:
+        with pytest.raises(SystemExit) as stop:
+            cli.main(["info"])
+        assert (lost, stop.value.code) == ([1], 130)
+        assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGALRM)) == handlers
+        time.sleep(0.5)  # and no alarm is left behind
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def balancer_zip(path: Path) -> Path:

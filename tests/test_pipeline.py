@@ -149,7 +149,10 @@ BAD_INPUT = {
     "missing teacher": (lambda: sortrl.robustify("absent.zip", env="CartPole-v1"), "absent.zip"),
     "negative eps": (lambda: sortrl.robustify(balancer(), env="CartPole-v1", eps=-1.0), r"eps is -1\.0"),
     "unknown option": (lambda: sortrl.robustify(balancer(), env="CartPole-v1", stepz=3), "Did you mean 'steps'"),
-    "unknown preset": (lambda: sortrl.robustify(balancer(), env="CartPole-v1", preset="quick"), "choose fast or paper"),
+    "unknown preset": (
+        lambda: sortrl.robustify(balancer(), env="CartPole-v1", preset="quick"),
+        "choose one of fast, paper, memory",
+    ),
     "teacher of another task": (lambda: sortrl.robustify(balancer(), env="Acrobot-v1", **SMALL), "Acrobot-v1"),
 }
 
