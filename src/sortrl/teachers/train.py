@@ -83,8 +83,8 @@ def train_teacher(
                 score, confirmed = grade(teacher, info.env_id, config, seed, record["segment"])
                 record["history"].append({"step": model.num_timesteps, "return": score})
                 record["done"] = confirmed or model.num_timesteps >= config.total_steps
-                # A confirmed agent wins over a lucky one: its return was measured on more episodes.
-                if confirmed or record["best"] is None or score > record["best"]:
+                # A confirmed agent wins over a lucky one: its return was measured on more episodes. Of equals, the later one wins.
+                if confirmed or record["best"] is None or score >= record["best"]:
                     record["best"], best = score, teacher
                     if out is not None:
                         teacher.save(out)
