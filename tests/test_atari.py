@@ -202,3 +202,17 @@ def test_unknown_games_and_missing_packages_say_what_to_do(monkeypatch):
     monkeypatch.setitem(sys.modules, "minatar", None)
     with pytest.raises(MissingDependency, match=r"pip install 'sortrl\[minatar\]'"):
         describe("sortrl/Breakout10-v0")
+
+
+def test_sticky_actions_tell_episodes_of_one_start_apart_and_are_fixed_by_the_seed():
+    env, sticky = make_env(task("Pong")), make_env("sortrl/Pong84-sticky-v0")
+    assert sticky.unwrapped.sticky == 0.25
+    first = play(sticky, seed=3)
+    assert np.array_equal(play(sticky, seed=3), first)
+    assert not np.array_equal(play(env, seed=3), first)
+    here = Simulator("sortrl/Pong84-sticky-v0", seed=1)
+    here.step(2)
+    there = here.fork()
+    assert all(np.array_equal(here.step(3)[0], there.step(3)[0]) for _ in range(40))
+    with pytest.raises(SortRLError, match="sticky is 1, expected a probability below 1"):
+        make_env(task("Pong"), sticky=1)

@@ -18,7 +18,7 @@ from sortrl.files import read_json, write_json
 from sortrl.nets import HybridPolicy
 from sortrl.normalizer import Normalizer
 from sortrl.reproduce import atari, atari_figures, quoted
-from sortrl.reproduce.atari import AGENTS, GAMES, ROUNDED, STRONGER, STUDENT, TEACHER, Cell
+from sortrl.reproduce.atari import AGENTS, GAMES, MEMORY, ROUNDED, STICKY, STRONGER, STUDENT, TEACHER, Cell
 from sortrl.teachers import Architecture, Teacher
 
 SHAPE = (1, 84, 84)
@@ -43,20 +43,22 @@ def save_teacher(folder, seed):
 
 @pytest.fixture
 def short_pong(monkeypatch):
-    """Pong that ends after 10 steps, with students that learn from 60; table 3 has one eps."""
+    """Pong that ends after 10 steps, with students that learn from 60 or remember 1,200; table 3 has one eps."""
     pytest.importorskip("ale_py")
     describe(atari.env_id_of("Pong"))  # registers it
-    monkeypatch.setattr(gym.spec(atari.env_id_of("Pong")), "max_episode_steps", 10)
-    small = {**atari.SMOKE_STUDENT, "collect": CollectConfig(states=60), "bounded_conv": ((4, 8, 4), (8, 20, 1))}
-    monkeypatch.setattr(atari, "SMOKE_STUDENT", small)
+    for env_id in (atari.env_id_of("Pong"), "sortrl/Pong84-sticky-v0"):
+        monkeypatch.setattr(gym.spec(env_id), "max_episode_steps", 10)
+    small = {"collect": CollectConfig(states=60), "bounded_conv": ((4, 8, 4), (8, 20, 1))}
+    students = {STUDENT: {**atari.SMOKE_STUDENTS[STUDENT], **small}, MEMORY: {"collect": CollectConfig(states=1200)}}
+    monkeypatch.setattr(atari, "SMOKE_STUDENTS", students)
     monkeypatch.setitem(atari.STRONGER_LEVELS, "Pong", (10,))
 
 
 def test_cells_cover_the_tables():
     weak, strong = atari.cells("table1"), atari.cells("table3")
     assert len({cell.name for cell in weak + strong}) == len(weak) + len(strong)
-    assert len(weak) == 4 * 3 * 4
-    assert len(strong) == 4 * 3 * 3 * 4
+    assert len(weak) == 4 * 4 * 5
+    assert len(strong) == 4 * 4 * 3 * 4
     assert {cell.level for cell in strong if cell.game == "BankHeist"} == {5, 10, 15}
     assert {cell.level for cell in strong if cell.game == "Pong"} == {10, 15, 20}
     assert {cell.attack for cell in weak if cell.level} == {"pgd-10"}
@@ -104,13 +106,17 @@ def test_a_game_from_teacher_to_picture(short_pong, tmp_path, monkeypatch, capsy
     for table in ("table1", "table3"):
         cli.main(["reproduce", table, *options])
     weak, strong = (read_json(tmp_path / "out" / f"{name}.json") for name in ("table1", "table3"))
-    assert len(weak["cells"]) == 3 * 4
-    assert len(strong["cells"]) == 3 * 4
+    assert len(weak["cells"]) == 4 * 5
+    assert len(strong["cells"]) == 4 * 4
     assert {name.split("-")[0] for name in weak["missing"]} == set(GAMES) - {"Pong"}
     clean = weak["cells"][0]
     assert clean["cell"] == {"game": "Pong", "agent": STUDENT, "attack": "none", "level": 0}
     assert (clean["first_seed"], clean["steps"], clean["episodes"]) == (0, 10, 1)
     assert "1" in clean["certified"]
+    sticky = [entry for entry in weak["cells"] if entry["cell"]["attack"] == STICKY]
+    assert [entry["cell"]["agent"] for entry in sticky] == [*AGENTS]
+    assert {entry["env_id"] for entry in sticky} == {"sortrl/Pong84-sticky-v0"}
+    assert len(atari.sticky_lines(weak)) == 2 + len(AGENTS)
     starts = {entry["cell"]["attack"]: entry["attack_parameters"]["attack"].get("starts") for entry in strong["cells"]}
     assert starts == {"pgd-30": None, "fgsm": None, "ri-fgsm-multi": 2, "ri-fgsm-multi-t": 2}
     assert all(row["attacks_tried"] == 4 for row in strong["worst"])
@@ -136,7 +142,7 @@ def test_a_game_from_teacher_to_picture(short_pong, tmp_path, monkeypatch, capsy
     save_teacher(tmp_path / "teachers" / "pong", seed=1)
     missing = "Pong-PQN-pgd-10-5"
     (tmp_path / "work" / "smoke" / f"{missing}.json").unlink()
-    write_json(tmp_path / "out" / "table1.json", {**weak, "cells": weak["cells"][:4]})  # the student's
+    write_json(tmp_path / "out" / "table1.json", {**weak, "cells": weak["cells"][:5]})  # the student's
     with pytest.raises(SortRLError, match="cells of another PQN of Pong"):
         atari.atari_table("table1", "smoke", "Pong", tmp_path / "out", tmp_path / "work", tmp_path / "teachers")
 

@@ -25,6 +25,8 @@ class Task:
     """Perturbation to train for, in the teacher's input units."""
     fast: dict[str, Any] = field(default_factory=dict)
     """Fields of ``RobustifyConfig`` and ``DistillConfig`` that differ from the ``fast`` preset's, for normalising teachers."""
+    memory: dict[str, Any] = field(default_factory=dict)
+    """Likewise for the ``memory`` preset."""
 
 
 # Students of large images: convolutions, of which the last sees everything, one sort layer and a linear head.
@@ -58,6 +60,10 @@ ATARI: dict[str, Any] = {
     "collect": CollectConfig(states=100_000, exploration=0.5, random_actions=0.05, slots=64),
     "bounded_conv": ((24, 8, 4), (48, 4, 2), (256, 9, 1)),  # 84 x 84 -> 20 -> 9 -> 1
     "episodes": 20,  # as the literature has it
+}
+# Thirty starts, several times each: a Q-learner's own play, and tries with an accident now and then that may end better.
+ATARI_MEMORY: dict[str, Any] = {
+    "collect": CollectConfig(states=300_000, exploration=0.5, random_actions=0.01, slots=64)
 }
 MEASURED = ("episodes", "eps_grid", "suite")  # what is measured at the end, however the student was made
 TASKS: dict[str, Task] = {
@@ -124,10 +130,22 @@ TASKS: dict[str, Task] = {
             eps=2 / 255,
             fast=PROCGEN,
         ),
-        Task("sortrl/Freeway84-v0", "Atari's Freeway in protocol 84; 34 is very good", 2 / 255, ATARI),
-        Task("sortrl/RoadRunner84-v0", "Atari's RoadRunner in protocol 84; about 44,000 is very good", 2 / 255, ATARI),
-        Task("sortrl/Pong84-v0", "Atari's Pong in protocol 84; 21 is perfect", 2 / 255, ATARI),
-        Task("sortrl/BankHeist84-v0", "Atari's BankHeist in protocol 84; about 1,300 is very good", 2 / 255, ATARI),
+        Task("sortrl/Freeway84-v0", "Atari's Freeway in protocol 84; 34 is very good", 2 / 255, ATARI, ATARI_MEMORY),
+        Task(
+            "sortrl/RoadRunner84-v0",
+            "Atari's RoadRunner in protocol 84; about 44,000 is very good",
+            2 / 255,
+            ATARI,
+            ATARI_MEMORY,
+        ),
+        Task("sortrl/Pong84-v0", "Atari's Pong in protocol 84; 21 is perfect", 2 / 255, ATARI, ATARI_MEMORY),
+        Task(
+            "sortrl/BankHeist84-v0",
+            "Atari's BankHeist in protocol 84; about 1,300 is very good",
+            2 / 255,
+            ATARI,
+            ATARI_MEMORY,
+        ),
     )
 }
 
@@ -215,6 +233,7 @@ def robustify_config(
         eps_grid=tuple(round(share * eps, 6) for share in (0.0, 0.5, 1.0, 1.5, 2.0)),
     )
     own = task.fast if fast else {name: task.fast[name] for name in MEASURED if memory and name in task.fast}
+    own = {**own, **task.memory} if memory else own
     return _with_changes(config, {**own, **{k: v for k, v in changes.items() if v is not None}})
 
 

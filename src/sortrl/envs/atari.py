@@ -3,7 +3,7 @@
 A decision lasts 4 frames and sees the brighter of the last 2. The frame gets 4 black columns on either side (168 wide), its
 rows ``21 + shift`` to ``189 + shift`` are kept, and every 2 x 2 pixels become one. The agent has the first few of the game's
 actions. An episode begins with 1 to 30 frames without action, then FIRE and the action after it where the game knows FIRE.
-Actions are never repeated at random.
+Actions are never repeated at random, unless that is asked for (``sticky``).
 """
 
 from __future__ import annotations
@@ -92,15 +92,22 @@ class Atari84(gym.Env[Frame, np.int64]):
 
     Teachers train on an easier problem: ``episodic_life`` ends an episode with every life lost, and ``reset()`` without a
     seed then goes on with the lives that are left. (They also see clipped rewards; that is up to the learner.)
+
+    With ``sticky`` the game does, in every frame with that probability, what it did in the frame before instead of what it is
+    told (Machado et al., 2018, who take 0.25). No two episodes are then alike, and what was learned by heart is of no use.
     """
 
     metadata = {"render_modes": ["rgb_array"], "render_fps": 60 // SKIP}  # noqa: RUF012 (Gymnasium's own interface)
 
-    def __init__(self, game: str, episodic_life: bool = False, render_mode: str | None = None) -> None:
+    def __init__(
+        self, game: str, episodic_life: bool = False, render_mode: str | None = None, sticky: float = 0.0
+    ) -> None:
         if game not in GAMES:
             raise SortRLError(f"No Atari game {game!r}; expected one of {', '.join(GAMES)}.")
+        if not 0 <= sticky < 1:
+            raise SortRLError(f"Atari84: sticky is {sticky}, expected a probability below 1.")
         self.game, self.facts = game, GAMES[game]
-        self.episodic_life, self.render_mode = episodic_life, render_mode
+        self.episodic_life, self.render_mode, self.sticky = episodic_life, render_mode, sticky
         self._ale = _load(self.facts.rom)
         # A reset inside the emulator keeps some memory of the game before (Freeway's traffic): every game starts from this.
         self._ale.reset_game()
@@ -109,7 +116,7 @@ class Atari84(gym.Env[Frame, np.int64]):
         self._fires = any(action.name == "FIRE" for action in legal)
         self._actions = legal[: self.facts.n_actions]
         self._screens = np.zeros((2, *self._ale.getScreenDims()), np.uint8)
-        self._lives = 0
+        self._lives = self._last_action = 0
         self.observation_space = gym.spaces.Box(0, 255, (1, SIZE, SIZE), np.uint8)
         self.action_space = gym.spaces.Discrete(len(self._actions))
 
@@ -124,6 +131,7 @@ class Atari84(gym.Env[Frame, np.int64]):
         while not goes_on or self._ale.game_over():
             goes_on = True
             self._ale.restoreState(self._start)
+            self._last_action = 0
             for _ in range(self.np_random.integers(1, MAX_NOOPS, endpoint=True)):
                 self._ale.act(0)
             self._screens[0] = self._screens[1] = self._ale.getScreen()
@@ -146,7 +154,9 @@ class Atari84(gym.Env[Frame, np.int64]):
         """Hold one action for 4 frames, or until the game is over; the last two screens are kept."""
         total = 0
         for frame in range(SKIP):
-            total += int(self._ale.act(self._actions[action]))
+            if not self.sticky or self.np_random.random() >= self.sticky:
+                self._last_action = action
+            total += int(self._ale.act(self._actions[self._last_action]))
             over = self._ale.game_over()
             if frame >= SKIP - 2 or over:
                 self._screens[0] = self._screens[1]
@@ -160,9 +170,9 @@ class Atari84(gym.Env[Frame, np.int64]):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Atari84:
         """The same moment of the same game in a second emulator, so that episodes can be branched."""
-        twin = Atari84(self.game, self.episodic_life, self.render_mode)
+        twin = Atari84(self.game, self.episodic_life, self.render_mode, self.sticky)
         twin._ale.restoreState(self._ale.cloneState(include_rng=True))
-        twin._screens[:], twin._lives = self._screens, self._lives
+        twin._screens[:], twin._lives, twin._last_action = self._screens, self._lives, self._last_action
         twin.np_random.bit_generator.state = self.np_random.bit_generator.state
         twin.spec = self.spec
         return twin

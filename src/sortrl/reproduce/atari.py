@@ -1,8 +1,9 @@
-"""Tables 1 and 3: returns on four Atari games, of our student, of its teacher, and of the teacher behind rounded pixels.
+"""Tables 1 and 3: returns on four Atari games, of our students, of their teacher, and of the teacher behind rounded pixels.
 
 The protocol is that of the literature ("84"; see :mod:`sortrl.envs.atari`): test environments with raw rewards and all lives, 20
 greedy episodes with the seeds 0 to 19, at most 10,000 steps each, mean and standard error over episodes. Table 1 has PGD-10.
-Table 3 has larger eps and reports the worst of four attacks; each of them is a cell of its own.
+Table 3 has larger eps and reports the worst of four attacks; each of them is a cell of its own. Beside table 1, the clean
+return when actions are repeated by accident tells skill from memory: the 20 episodes are the same for everybody.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ from torch import nn
 from sortrl import attacks, zoo
 from sortrl.attacks import Attack
 from sortrl.collect import CollectConfig
-from sortrl.config import robustify_config
+from sortrl.config import Preset, robustify_config
 from sortrl.envs.registry import ATARI_STEPS
+from sortrl.envs.registry import STICKY as STICKY_ACTIONS
 from sortrl.errors import SortRLError
 from sortrl.evaluate import evaluate
 from sortrl.files import locked
@@ -36,8 +38,10 @@ GAMES = ("Freeway", "RoadRunner", "Pong", "BankHeist")
 # With 4 brightnesses next to no pixel is within 10/255 of where its rounding changes (BankHeist: 9 %), and most of what moves can
 # still be told from what does not; with 8 or 16, most pixels of Pong or Freeway are within 5/255.
 BRIGHTNESSES = 4
-STUDENT, TEACHER, ROUNDED = "sortrl", "PQN", f"PQN, {BRIGHTNESSES} brightnesses"
-AGENTS = (STUDENT, TEACHER, ROUNDED)
+STUDENT, MEMORY, TEACHER, ROUNDED = "sortrl", "sortrl, memory", "PQN", f"PQN, {BRIGHTNESSES} brightnesses"
+OURS: dict[str, Preset] = {STUDENT: "fast", MEMORY: "memory"}  # students, and the presets that make them
+AGENTS = (*OURS, TEACHER, ROUNDED)
+STICKY = "sticky"  # in place of an attack: nobody attacks, but actions are repeated by accident
 
 SEED = 0  # episodes 0 to 19
 LEVELS = (0, 1, 3, 5)
@@ -63,12 +67,10 @@ class Size:
 
 
 SIZES: dict[str, Size] = {"smoke": Size(1, 1, 2), "cpu": Size(20, 5, 10), "paper": Size(20, 20, 1000)}
-# Learns nothing; its states are those of two episodes at least, one of which is held out.
-SMOKE_STUDENT: dict[str, Any] = {
-    "steps": 5,
-    "batch": 16,
-    "dagger_rounds": 0,
-    "collect": CollectConfig(states=5000),
+# They learn nothing: two episodes at least, one of which is held out; or enough of them to meet a start again.
+SMOKE_STUDENTS: dict[str, dict[str, Any]] = {
+    STUDENT: {"steps": 5, "batch": 16, "dagger_rounds": 0, "collect": CollectConfig(states=5000)},
+    MEMORY: {"collect": CollectConfig(states=140_000)},
 }
 
 
@@ -103,7 +105,8 @@ def cells(table: Table, games: Iterable[str] = GAMES) -> list[Cell]:
     """All cells of a table, agent by agent."""
     pairs = [(game, agent) for game in games for agent in AGENTS]
     if table == "table1":
-        return [Cell(*pair, "pgd-10" if level else "none", level) for pair in pairs for level in LEVELS]
+        attacked = [("pgd-10" if level else "none", level) for level in LEVELS]
+        return [Cell(*pair, *how) for pair in pairs for how in (*attacked, (STICKY, 0))]
     return [Cell(*pair, attack, k) for pair in pairs for k in STRONGER_LEVELS[pair[0]] for attack in STRONGER]
 
 
@@ -153,36 +156,47 @@ def teacher_of(game: str, work: Path, scale: Scale, teachers: Path | None, progr
         return train_teacher(env_id, preset, folder, progress=tell)
 
 
-def student_of(game: str, teacher: Teacher, work: Path, scale: Scale) -> CertifiedPolicy:
-    """Our student: trained now, continued, or read back."""
-    config = robustify_config(env_id_of(game), train_teacher=False, **(SMOKE_STUDENT if scale == "smoke" else {}))
-    directory = work / "students" / f"{game}-{scale}"
+def student_of(game: str, agent: str, teacher: Teacher, work: Path, scale: Scale) -> CertifiedPolicy:
+    """One of our students: made now, continued, or read back."""
+    preset = OURS[agent]
+    tiny = SMOKE_STUDENTS[agent] if scale == "smoke" else {}
+    config = robustify_config(env_id_of(game), preset=preset, train_teacher=False, **tiny)
+    directory = work / "students" / (f"{game}-{scale}" + ("" if preset == "fast" else f"-{preset}"))
     with locked(directory):  # both tables may be under way
         run = Run(directory, env_id_of(game), config, 0, quiet=False)
         run.claim(f"{TEACHER}, {fingerprint(teacher)}")
         return run.student(teacher)
 
 
-def _from_zoo(game: str) -> tuple[CertifiedPolicy, Teacher] | None:
-    """Student and teacher that come with the project, if they do."""
-    if game.lower() not in zoo.names():
-        return None
-    env_id, student, teacher = open_run(Path(f"{zoo.PREFIX}{game.lower()}"))
-    if env_id != env_id_of(game) or teacher is None:
-        raise SortRLError(f"{zoo.PREFIX}{game.lower()} is of {env_id}, expected {env_id_of(game)} with its teacher.")
-    return student, teacher
+def _from_zoo(game: str) -> tuple[dict[str, CertifiedPolicy], Teacher] | None:
+    """Students and their teacher that come with the project, if they do."""
+    students: dict[str, CertifiedPolicy] = {}
+    teachers: list[Teacher] = []
+    for name in zoo.names():
+        if zoo.card(zoo.entry(name)).get("env") != env_id_of(game):
+            continue
+        _, student, teacher = open_run(Path(f"{zoo.PREFIX}{name}"))
+        agents = [agent for agent, preset in OURS.items() if preset == zoo.card(zoo.entry(name)).get("preset")]
+        if teacher is None or len(agents) != 1 or agents[0] in students:
+            raise SortRLError(f"{zoo.PREFIX}{name}: expected one student of {game} for each preset, with its teacher.")
+        students[agents[0]] = student
+        teachers.append(teacher)
+    if len({fingerprint(teacher) for teacher in teachers}) > 1:
+        raise SortRLError(f"The students of {game} in the zoo have different teachers, and a table must not mix them.")
+    return (students, teachers[0]) if students else None
 
 
 def _player(cell: Cell, work: Path, scale: Scale, teachers: Path | None, progress: Callable[[str], None]) -> Player:
     shipped = _from_zoo(cell.game) if teachers is None and scale != "smoke" else None
     teacher = shipped[1] if shipped else teacher_of(cell.game, work, scale, teachers, progress)
-    if cell.agent == STUDENT:
-        return Player(shipped[0] if shipped else student_of(cell.game, teacher, work, scale), teacher)
+    if cell.agent in OURS:
+        there = shipped[0].get(cell.agent) if shipped else None
+        return Player(there or student_of(cell.game, cell.agent, teacher, work, scale), teacher)
     return Player(quantized(teacher, BRIGHTNESSES) if cell.agent == ROUNDED else teacher, teacher)
 
 
 def _networks(cell: Cell, player: Player) -> dict[str, nn.Module]:
-    return {TEACHER: player.teacher} | ({STUDENT: player.policy} if cell.agent == STUDENT else {})
+    return {TEACHER: player.teacher} | ({cell.agent: player.policy} if cell.agent in OURS else {})
 
 
 def _compute(cell: Cell, player: Player, scale: Scale) -> Found:
@@ -190,7 +204,8 @@ def _compute(cell: Cell, player: Player, scale: Scale) -> Found:
     episodes = size.stronger_episodes if cell.attack in STRONGER else size.episodes
     attack = _attack(cell.attack, player.teacher, size.starts)
     attack = None if attack is None else attacks.WhereUncertified(attack)
-    result = evaluate(player.policy, env_id_of(cell.game), attack, cell.level / 255, episodes, SEED, name=cell.agent)
+    env_id = env_id_of(cell.game) if cell.attack != STICKY else f"sortrl/{cell.game}84-sticky-v0"
+    result = evaluate(player.policy, env_id, attack, cell.level / 255, episodes, SEED, name=cell.agent)
     return measured(cell, result, CERTIFIED_AT)
 
 
@@ -199,7 +214,7 @@ def _attack(name: str, values: Teacher, starts: int) -> Attack | None:
         return attacks.RIFGSMMulti(starts)
     if name == "ri-fgsm-multi-t":
         return attacks.RIFGSMMultiT(values, starts)
-    return None if name == "none" else attacks.by_name(name)
+    return None if name in ("none", STICKY) else attacks.by_name(name)
 
 
 def _facts(table: Table, size: Size) -> dict[str, Any]:
@@ -212,9 +227,10 @@ def _facts(table: Table, size: Size) -> dict[str, Any]:
         "starts": None if one else size.starts,
         "protocol": "84: one grey frame of 84 x 84; test environments with raw rewards and all lives; greedy; episodes with "
         f"seeds from {SEED} on, at most {ATARI_STEPS} steps; SEM over episodes; PGD steps of eps / 10 from the clean image; "
-        "the student is attacked in the states that are not certified at eps, because in the others no attack can change the action; "
+        "our students are attacked in the states that are not certified at eps, because in the others no attack can change the action; "
         "RI-FGSM-Multi-T ranks actions by the teacher's values; certified: share of the states of clean play whose radius "
-        "is above eps",
+        f"is above eps; {STICKY}: clean play in which every frame repeats, with probability {STICKY_ACTIONS}, the action of the "
+        "frame before",
         "quoted": _quoted(quoted.TABLE1 if one else quoted.TABLE3, one),
     }
 
@@ -256,6 +272,8 @@ def table_lines(results: dict[str, Any]) -> list[str]:
     rows: dict[tuple[str, str], dict[int, dict[str, Any]]] = {}
     for entry in results["worst"] if stronger else results["cells"]:
         where = entry if stronger else entry["cell"]
+        if where["attack"] == STICKY:
+            continue
         rows.setdefault((where["game"], where["agent"]), {})[where["level"]] = entry
     columns = ["clean" if k == 0 else f"{k}/255" for k in levels] + ([] if stronger else ["certified at 1/255"])
     lines = [_caption(results), "", f"| game | agent | {' | '.join(columns)} |", "|---" * (2 + len(columns)) + "|"]
@@ -267,10 +285,29 @@ def table_lines(results: dict[str, Any]) -> list[str]:
             texts = [_text(by_level.get(k), results["episodes"], len(results["attacks"])) for k in levels]
             share = by_level.get(0, {}).get("certified", {}).get("1")
             texts += [] if stronger else ["" if share is None else f"{math.floor(share * 1e4) / 100:.2f}%"]
-            lines.append(f"| {game} | {'**sortrl**' if agent == STUDENT else agent} | {' | '.join(texts)} |")
+            lines.append(f"| {game} | {_bold(agent)} | {' | '.join(texts)} |")
         printed = [row for row in results["quoted"] if row["game"] == game and any(key[0] == game for key in rows)]
         lines += [_quoted_line(row, levels, stronger) for row in printed]
     return lines
+
+
+def sticky_lines(results: dict[str, Any]) -> list[str]:
+    """Clean returns, and those when actions are repeated by accident, in Markdown; empty if nobody has played so."""
+    clean, sticky = (
+        {(e["cell"]["game"], e["cell"]["agent"]): e for e in results["cells"] if e["cell"]["attack"] == attack}
+        for attack in ("none", STICKY)
+    )
+    if not sticky:
+        return []
+    lines = ["| game | agent | clean | with sticky actions |", "|---|---|---|---|"]
+    for game, agent in ((game, agent) for game in GAMES for agent in AGENTS if (game, agent) in sticky):
+        texts = [cell_text(found.get((game, agent)), results["episodes"]) for found in (clean, sticky)]
+        lines.append(f"| {game} | {_bold(agent)} | {' | '.join(texts)} |")
+    return lines
+
+
+def _bold(agent: str) -> str:
+    return f"**{agent}**" if agent in OURS else agent
 
 
 def _caption(results: dict[str, Any]) -> str:

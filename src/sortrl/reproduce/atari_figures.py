@@ -19,10 +19,10 @@ from sortrl import provenance
 from sortrl.errors import SortRLError
 from sortrl.files import read_object, write_json
 from sortrl.reproduce import quoted
-from sortrl.reproduce.atari import AGENTS, GAMES, ROUNDED, STUDENT, TEACHER
+from sortrl.reproduce.atari import AGENTS, GAMES, MEMORY, OURS, ROUNDED, STICKY, STUDENT, TEACHER
 from sortrl.reproduce.draw import panels, save
 
-STYLES = {STUDENT: ("#d55e00", "s"), TEACHER: ("#0072b2", "o"), ROUNDED: ("#cc79a7", "D")}
+STYLES = {STUDENT: ("#d55e00", "s"), MEMORY: ("#000000", "^"), TEACHER: ("#0072b2", "o"), ROUNDED: ("#cc79a7", "D")}
 QUOTED_COLOURS = {
     "DQN": "#7f7f7f",
     "A3C": "#c7c7c7",
@@ -60,15 +60,20 @@ def fig2(out: Path = Path("results"), game: str | None = None) -> dict[str, Any]
     table = _read(out, "table1")
     if table is None:
         raise _nothing_yet("fig2", out, "table1")
-    levels, measured, printed = table["levels"], _measured(table["cells"]), _printed(table)
-    games = [name for name in _chosen(game) if all(_has(measured, name, agent, levels) for agent in AGENTS)]
+    levels, measured, printed = table["levels"], _measured(_entries(table)), _printed(table)
+    # Of our two students one will do; every agent that is shown has played all the games that are.
+    games = [name for name in _chosen(game) if _has(measured, name, TEACHER, levels) and _ours(measured, name, levels)]
     if not games:
         raise SortRLError(
             f"fig2: {out / 'table1.json'} has no game with all its cells yet; {len(table['missing'])} are missing. "
             f"Run: sortrl reproduce table1 --scale {table['scale']}"
         )
-    agents = [(agent, measured) for agent in AGENTS]
-    agents += [(agent, printed) for agent in _agents(printed) if all(_has(printed, g, agent, levels) for g in games)]
+    agents = [
+        (agent, source)
+        for source, names in ((measured, AGENTS), (printed, _agents(printed)))
+        for agent in names
+        if all(_has(source, name, agent, levels) for name in games)
+    ]
     results = {
         "schema": 1,
         "figure": "fig2",
@@ -143,10 +148,9 @@ def _chosen(game: str | None) -> tuple[str, ...]:
 
 
 def _entries(table: dict[str, Any]) -> list[dict[str, Any]]:
-    """What a table reports: where it has several attacks, the worst of them, once all were tried."""
-    found: list[dict[str, Any]] = table["cells"]
+    """What a table reports under attacks: where it has several, the worst of them, once all were tried."""
     if "worst" not in table:
-        return found
+        return [entry for entry in table["cells"] if entry["cell"]["attack"] != STICKY]
     return [row for row in table["worst"] if row["attacks_tried"] == len(table["attacks"])]
 
 
@@ -173,6 +177,10 @@ def _agents(curves: Curves) -> list[str]:
 
 def _has(curves: Curves, game: str, agent: str, levels: list[int]) -> bool:
     return all(level in curves.get((game, agent), {}) for level in levels)
+
+
+def _ours(measured: Curves, game: str, levels: list[int]) -> bool:
+    return any(_has(measured, game, agent, levels) for agent in OURS)
 
 
 def _scores(curves: Curves, agent: str, games: list[str], levels: list[int], by: str) -> list[dict[str, Any]] | None:

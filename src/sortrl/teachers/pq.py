@@ -59,6 +59,7 @@ def train_pqn(
     with one_thread(), generators_restored():
         torch.manual_seed(seed)
         body = architecture.build()
+        body.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # learns a third faster on CPUs
         optimizer = torch.optim.RAdam(body.parameters(), lr=config.learning_rate)
         generator = torch.Generator().manual_seed(seed)
         checkpoint = Checkpoint(out, identity)
