@@ -64,6 +64,9 @@ class DistillConfig:
     """The hinge ends at theta = theta_factor * eps * scale."""
     soft_targets: float = 0.0
     """Share of the cross-entropy that is taken against the teacher's softmax instead of its action."""
+    soft_temperature: float = 1.0
+    """By which the teacher's scores are divided in that softmax. Action values (DQN, PQN) differ by little where it does not
+    matter what is played; a temperature of the size of the differences that do matter tells the student so."""
     mask_chunk: int = 128
     """Samples that share one random mask."""
     head: tuple[int, ...] | None = None
@@ -95,6 +98,7 @@ class DistillConfig:
             "lambda_start",
             "lambda_end",
             "theta_factor",
+            "soft_temperature",
         )
         for name in positive:
             if not 0 < getattr(self, name) < math.inf:
@@ -215,7 +219,7 @@ def distill(
     optimizer = _optimizer(policy, config)
     states = torch.from_numpy(np.ascontiguousarray(demonstrations.obs))
     labels = torch.from_numpy(demonstrations.actions.astype(np.int64))
-    teacher_logits = torch.from_numpy(demonstrations.logits.astype(np.float32))
+    teacher_logits = torch.from_numpy(demonstrations.logits.astype(np.float32)) / config.soft_temperature
     checkpoint = Checkpoint(
         out_dir, {"config": asdict(config), "seed": seed, "states": len(states), "labels": int(labels.sum())}
     )
