@@ -27,6 +27,7 @@ ORDER = [
     "collect",
     "distill",
     "remember",
+    "compact",
     "certify",
     "attacks",
     "timing",

@@ -56,6 +56,7 @@ def exact_scores(policy: SortPolicy, unit: torch.Tensor) -> list[Fraction]:
         x = blocks.sum(4).sum(2) / Fraction(size * size)
     for part in policy.front:
         x = exact_convolution(part, x) if isinstance(part, BoundedConv) else x
+    x = x.reshape(-1)[list(config.pixels)] if config.pixels else x
     factor = Fraction(float(np.float32(config.scale)))
     values, shape = [v * factor for v in x.reshape(-1)], x.shape
     for index, layer in enumerate(policy.layers):

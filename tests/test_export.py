@@ -88,6 +88,11 @@ def test_images_with_every_front_end(conv, bounded_conv, tmp_path):
     compare(policy, obs, run(policy, obs, tmp_path / "pixels.onnx"))
 
 
+def test_chosen_pixels(tmp_path):
+    policy, obs = _pixels(pixels=(100, 3, 57))
+    compare(policy, obs, run(policy, obs, tmp_path / "pixels.onnx"))
+
+
 @pytest.mark.parametrize(("depth", "n_actions"), [(1, 2), (2, 3), (4, 18)])
 def test_shapes(depth, n_actions, tmp_path):
     torch.manual_seed(depth)

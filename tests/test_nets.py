@@ -16,15 +16,18 @@ from torch.nn import functional
 
 from sortrl import ops
 from sortrl.errors import SortRLError
+from sortrl.files import read_tensors, write_tensors
 from sortrl.nets import (
     AveragePool,
     BoundedConv,
     Crop,
+    HybridPolicy,
     MeanShift,
     Scale,
     SortConv,
     SortLinear,
     SortPolicy,
+    load,
     truncated_mix,
 )
 from sortrl.nets.bounds import rounding_error, stages, traced_scores
@@ -352,6 +355,12 @@ BAD_INPUT = {
     "an odd number of channels": (lambda: SortPolicy((1, 4, 4), 2, bounded_conv=((5, 2, 1),)), "even number"),
     "convolutions of vectors": (lambda: SortPolicy((3,), 2, bounded_conv=((4, 3, 1),)), "need images"),
     "a convolution that does not fit": (lambda: SortPolicy((1, 4, 4), 2, bounded_conv=((4, 5, 1),)), "fits into"),
+    "pixels outside": (lambda: SortPolicy((3,), 2, pixels=(0, 3)), r"whole numbers in 0\.\.2"),
+    "pixels outside of what a crop leaves": (lambda: SortPolicy((1, 4, 4), 2, crop=(1, 1, 0, 0), pixels=(8,)), "0..7"),
+    "negative pixels": (lambda: SortPolicy((3,), 2, pixels=(-1,)), "whole numbers in"),
+    "half a pixel": (lambda: SortPolicy((3,), 2, pixels=(0.5,)), "whole numbers in"),
+    "pixels twice": (lambda: SortPolicy((3,), 2, pixels=(1, 1)), "no doubles"),
+    "patches of pixels": (lambda: SortPolicy((1, 4, 4), 2, pixels=(1, 2), conv=((4, 2, 1),)), "leave no image"),
     "pooling vectors": (lambda: SortPolicy((3,), 2, pool=2), "need images"),
     "normalizer": (lambda: SortPolicy((3,), 2, normalizer=Normalizer.identity((4,))), "normalizer"),
     "observation shape": (lambda: SortPolicy((3,), 2).predict(np.zeros((2, 5))), r"expected \(batch, 3\)"),
@@ -366,6 +375,37 @@ def test_bad_input_is_named(case):
     call, message = BAD_INPUT[case]
     with pytest.raises(SortRLError, match=message):
         call()
+
+
+@pytest.mark.parametrize(
+    "pixels", [[0, 0], [-1, 2], [0, 3], [0, 2**70], [0, 1.0], [True, 0], "01", None, [], [[0], [1]]]
+)
+def test_hostile_pixels_are_refused(tmp_path, pixels):
+    SortPolicy((3,), 2, width=4, depth=2, pixels=(0, 2)).save(tmp_path)
+    file = tmp_path / "policy.safetensors"
+    tensors, metadata = read_tensors(file)
+    assert metadata["config"]["pixels"] == [0, 2]
+    metadata["config"]["pixels"] = pixels
+    write_tensors(file, tensors, metadata)
+    with pytest.raises(SortRLError, match=r"policy.safetensors"):
+        SortPolicy.load(tmp_path)
+
+
+def test_pixels_that_are_not_chosen_do_not_matter(tmp_path):
+    torch.manual_seed(0)
+    policy = SortPolicy((2, 6, 6), 3, width=8, depth=2, crop=(1, 1, 0, 0), pool=2, pixels=(7, 0, 9)).eval()
+    unit = torch.rand(20, 2, 6, 6)
+    seen = policy.front(unit)
+    assert torch.equal(seen, AveragePool(2)(Crop(1, 1, 0, 0)(unit)).flatten(1)[:, [7, 0, 9]])
+    other = unit.clone()
+    other[:, 0, :, 2:4] = 9.0
+    other[:, :, 0] = 9.0
+    assert torch.equal(policy.scores(other), policy.scores(unit))
+    policy.save(tmp_path)
+    assert torch.equal(SortPolicy.load(tmp_path).scores(unit), policy.scores(unit))
+    hybrid = HybridPolicy((2, 6, 6), 3, width=8, depth=2, pixels=(7, 0, 9))
+    hybrid.save(tmp_path)
+    assert torch.equal(load(tmp_path).scores(unit), hybrid.scores(unit))
 
 
 def test_damaged_files_are_refused(tmp_path):

@@ -11,12 +11,16 @@ import torch
 
 import sortrl
 from sortrl import attacks
+from sortrl.certify import save_certificates
 from sortrl.collect import CollectConfig
+from sortrl.compact import compact, condense
 from sortrl.errors import SortRLError
 from sortrl.evaluate import evaluate
 from sortrl.normalizer import Normalizer
+from sortrl.publish import publish
 from sortrl.records import Demonstrations, Transitions
 from sortrl.remember import best_episodes, remember
+from sortrl.verify import verify
 
 SIZE = 6
 
@@ -118,6 +122,82 @@ def test_a_memory_is_the_nearest_neighbour_and_so_is_its_certificate(pool):
     np.testing.assert_allclose(certificate.radius, (runner_up - nearest) / 2, atol=1e-5)
 
 
+def pictures(n: int = 300, size: int = 12) -> Demonstrations:
+    """A bright square on a dim, unsteady ground; the answer is the quarter in which it is."""
+    rng = np.random.default_rng(0)
+    obs = rng.integers(0, 40, (n, 1, size, size)).astype(np.uint8)
+    where = rng.integers(0, size - 1, (n, 2))
+    for picture, (row, column) in zip(obs, where, strict=True):
+        picture[0, row : row + 2, column : column + 2] = 200
+    actions = 2 * (where[:, 0] >= size // 2) + (where[:, 1] >= size // 2)
+    return Demonstrations("Any-v0", obs, actions, np.zeros((n, 4), np.float32), np.zeros(n, np.int64))
+
+
+@pytest.mark.parametrize(("pool", "crop"), [(1, (0, 0, 0, 0)), (1, (0, 0, 1, 0)), (2, (0, 0, 0, 0))])
+@pytest.mark.parametrize("size", [10**9, 1])
+def test_a_small_memory_answers_every_state_as_the_whole_one_and_keeps_its_radius(pool, crop, size):
+    demos = pictures()
+    normalizer = Normalizer.from_pixels((1, 12, 12))
+    small, whole = compact(demos, normalizer, pool, crop, size=size), remember(demos, normalizer, pool, crop)
+    assert (small.policy.predict(demos.obs)[0] == whole.predict(demos.obs)[0]).all()
+    before, after = whole.certify(demos.obs).radius, small.policy.certify(demos.obs).radius
+    assert (after > np.minimum(before, small.eps_kept) - 1e-3).all()
+    assert (after > 0.03).any(), "some are certified"
+    assert small.policy.parameter_count < whole.parameter_count
+    assert small.eps_kept == pytest.approx(20 / 255) if size > 1 else small.eps_kept < 20 / 255
+    shares = small.to_json()
+    assert len(shares["certified_before"]) == len(shares["certified_after"]) == len(shares["eps"])
+
+
+def test_a_small_memory_is_certified_soundly_also_on_pixels_that_it_ignores(tmp_path):
+    demos = pictures()
+    policy = compact(demos, Normalizer.from_pixels((1, 12, 12))).policy
+    assert 0 < len(policy.config.pixels) < 144
+    unit = policy.normalize(demos.obs)
+    certificate = policy.certify_unit(unit)
+    assert (certificate.radius > 5 / 255).mean() > 0.5
+    radius = torch.from_numpy(certificate.radius).float()[:, None, None, None] * (1 - 1e-6)
+    generator = torch.Generator().manual_seed(0)
+    memories = policy.layers[0].weight
+    for trial in range(30):
+        if trial % 3 == 0:  # towards some memory, everywhere
+            goal = unit.flatten(1).clone()
+            goal[:, list(policy.config.pixels)] = memories[
+                torch.randint(len(memories), (len(unit),), generator=generator)
+            ]
+            direction = (goal.view_as(unit) - unit).sign()
+        elif trial % 3 == 1:
+            direction = torch.randint(0, 2, unit.shape, generator=generator) * 2.0 - 1.0
+        else:
+            direction = 2 * torch.rand(unit.shape, generator=generator) - 1
+        assert (policy.scores(unit + radius * direction).argmax(1).numpy() == certificate.action).all()
+    policy.save(tmp_path)
+    save_certificates(tmp_path / "c.safetensors", policy, unit, certificate, tmp_path)
+    verdict = verify(tmp_path / "c.safetensors")
+    assert verdict.ok, verdict.failures
+    again = sortrl.load(tmp_path)
+    assert torch.equal(again.scores(unit), policy.scores(unit))
+
+
+def test_condensing_keeps_what_is_needed_and_no_more():
+    """Two far clouds need one state each; a state among those of the other action is kept."""
+    rng = np.random.default_rng(0)
+    states = torch.from_numpy(np.concatenate([rng.uniform(0, 0.2, (200, 5)), rng.uniform(0.8, 1, (200, 5))])).float()
+    actions = torch.arange(2).repeat_interleave(200)
+    assert len(condense(states, states, actions, 0.05)) == 2
+    actions[7] = 1
+    kept = condense(states, states, actions, 0.001)
+    assert 7 in kept.tolist()
+    near = torch.cdist(states, states[kept], p=torch.inf)
+    own = torch.where(actions[:, None] == actions[kept], near, torch.inf).amin(1)
+    other = torch.where(actions[:, None] == actions[kept], torch.inf, near).amin(1)
+    dropped = torch.ones(400, dtype=torch.bool)
+    dropped[kept] = False
+    assert dropped.sum() > 100
+    assert (other - own > 0.002)[dropped].all()
+    assert (other > own).all()
+
+
 def test_a_memory_of_a_clumsy_teacher_plays_better_than_it_and_is_certified(tmp_path):
     def wanders(obs):
         """Back and forth, and seldom on."""
@@ -137,3 +217,7 @@ def test_a_memory_of_a_clumsy_teacher_plays_better_than_it_and_is_certified(tmp_
     again = sortrl.load(tmp_path)
     states = torch.rand(5, 1, SIZE, SIZE)
     assert torch.equal(again.scores(states), policy.scores(states))
+    assert results["memory"]["pixels"] == results["policy"]["pixels"] == len(policy.config.pixels)
+    entry = publish(tmp_path, "corridor", tmp_path / "zoo")
+    assert json.loads((entry / "card.json").read_text())["half_precision_agreement"] == 1.0
+    assert torch.equal(sortrl.load(entry).scores(states), policy.scores(states)), "nothing is lost in half precision"

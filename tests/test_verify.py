@@ -68,6 +68,29 @@ def test_images_pass_too(tmp_path, conv, bounded_conv):
     assert verify(tmp_path / "c.safetensors").ok
 
 
+def test_chosen_pixels_pass_and_others_are_found_out(tmp_path):
+    torch.manual_seed(1)
+    policy = SortPolicy((2, 6, 6), 3, width=10, depth=2, pool=2, pixels=(7, 0, 9, 15)).requires_grad_(False)
+    policy.save(tmp_path)
+    states = torch.rand(20, 2, 6, 6)
+    certificate = policy.certify_unit(states)
+    assert (certificate.radius > 0.01).any()
+    save_certificates(tmp_path / "c.safetensors", policy, states, certificate, tmp_path)
+    assert verify(tmp_path / "c.safetensors").ok
+    tensors, metadata = read_tensors(tmp_path / "policy.safetensors")
+
+    def with_pixels(pixels):
+        metadata["config"]["pixels"] = pixels
+        write_tensors(tmp_path / "policy.safetensors", tensors, metadata)
+        return verify(tmp_path / "c.safetensors")
+
+    assert not with_pixels([7, 1, 9, 15]).ok, "other pixels make other scores"
+    assert not with_pixels([7, 0, 9]).ok
+    for hostile in ([7, 0, 9, 18], [7, 0, 9, -3], [7, 0, 9, 9], [7, 0, 9, 15.0], None, 4):
+        with pytest.raises(SortRLError, match="lacks something"):
+            with_pixels(hostile)
+
+
 def at(index: int, value: float):
     def put(tensor: torch.Tensor) -> torch.Tensor:
         tensor[index] = value

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from sortrl.collect import CollectConfig
+from sortrl.compact import EPS_KEEP, SIZE
 from sortrl.distill import PRESETS, DistillConfig
 from sortrl.errors import SortRLError
 from sortrl.teachers import TeacherConfig, teacher_preset
@@ -165,15 +166,28 @@ class RobustifyConfig:
     suite_episodes: int = 10
     adversary_steps: int = 100_000
     """Environment steps in which a learned adversary is trained."""
+    eps_keep: float = EPS_KEEP
+    """A student that remembers is made small by :mod:`sortrl.compact`: each state keeps a radius of this size, or its own if
+    that is smaller; less only if the student would be too large otherwise."""
+    memory_bytes: int = SIZE
+    """How large a student that remembers may be in half precision, as the zoo stores it."""
 
     def __post_init__(self) -> None:
-        for name, least in (("episodes", 1), ("suite_episodes", 1), ("dagger_rounds", 0), ("dagger_states", 1)):
+        for name, least in (
+            ("episodes", 1),
+            ("suite_episodes", 1),
+            ("dagger_rounds", 0),
+            ("dagger_states", 1),
+            ("memory_bytes", 1),
+        ):
             value = getattr(self, name)
             if not isinstance(value, int) or value < least:
                 raise SortRLError(f"robustify: {name} is {value!r}, expected a whole number, at least {least}.")
         for name in ("noise", "smoothing", "dagger_eps"):
             if not 0 <= getattr(self, name) < float("inf"):
                 raise SortRLError(f"robustify: {name} is {getattr(self, name)}, expected a finite number >= 0.")
+        if not 0 < self.eps_keep < float("inf"):
+            raise SortRLError(f"robustify: eps_keep is {self.eps_keep}, expected a positive finite number.")
         if 0.0 not in self.eps_grid or not all(0 <= eps < float("inf") for eps in self.eps_grid):
             raise SortRLError(
                 f"robustify: eps_grid is {self.eps_grid}, expected finite numbers >= 0, and 0 among them."

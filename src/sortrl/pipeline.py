@@ -22,6 +22,7 @@ from sortrl.attacked import UnderAttack
 from sortrl.attacks.valid import check_eps
 from sortrl.certify import certificate_summary
 from sortrl.collect import CollectConfig, collect, load_demonstrations, merge, save_demonstrations, split
+from sortrl.compact import compact
 from sortrl.config import Preset, RobustifyConfig, robustify_config
 from sortrl.distill import DistillConfig, Distilled, distill, held_out_metrics
 from sortrl.envs import describe
@@ -31,7 +32,7 @@ from sortrl.files import locked, read_json, read_object, write_json
 from sortrl.nets import CertifiedPolicy
 from sortrl.progress import Report, stage
 from sortrl.records import Demonstrations, Policy, stored_rows
-from sortrl.remember import best_episodes, remember
+from sortrl.remember import best_episodes
 from sortrl.suite import LEARNED, evaluate_suite
 from sortrl.teachers import Teacher, load_teacher, smoothed, train_teacher
 from sortrl.teachers.load import check_fit
@@ -102,7 +103,10 @@ class Run:
 
     def claim(self, source: str) -> None:
         """Make sure that what lies in the directory belongs to this run."""
-        identity = {"env": self.env_id, "seed": self.seed, "teacher": source, "config": _plain(asdict(self.config))}
+        config = _plain(asdict(self.config))
+        if not self.config.remember:  # what a memory alone needs: older runs do not mention it
+            config = {name: value for name, value in config.items() if name not in ("eps_keep", "memory_bytes")}
+        identity = {"env": self.env_id, "seed": self.seed, "teacher": source, "config": config}
         path = self.directory / "run.json"
         if path.exists():
             document = read_object(path)
@@ -181,7 +185,16 @@ class Run:
         """A student that is not trained: the best episodes in the data, and the nearest neighbour among their states."""
         with self._stage("remember", "Remembering the best episodes"):
             config = self.config.distill
-            return remember(best_episodes(data), teacher.normalizer, config.pool, config.crop)
+            small = compact(
+                best_episodes(data),
+                teacher.normalizer,
+                config.pool,
+                config.crop,
+                self.config.eps_keep,
+                self.config.memory_bytes,
+            )
+            write_json(self.directory / "memory.json", small.to_json())
+            return small.policy
 
     def teacher(self, source: Any = None, vecnormalize: Any = None, allow_pickle: bool = False) -> Teacher:
         folder = self.directory / "teacher"
@@ -327,11 +340,13 @@ class Run:
             "teacher": {"name": teacher.name, "algorithm": teacher.algorithm, "source": source},
             "config": _plain(asdict(self.config)),
             "data": training.get("data"),
+            "memory": read_json(memory) if (memory := self.directory / "memory.json").exists() else None,
             "policy": {
                 "kind": policy.kind,
                 "parameters": policy.parameter_count,
                 "lipschitz": policy.lipschitz,
                 **_plain(policy.describe()),
+                "pixels": len(policy.config.pixels),  # how many: which ones is in the policy's file
             },
             "training": training.get("history"),
             "evaluation": evaluation,

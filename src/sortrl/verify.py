@@ -59,6 +59,8 @@ class _Network:
 
     crop: tuple[int, int, int, int]
     pool: int
+    pixels: tuple[int, ...]
+    """Places in what crop and pool leave, flattened: nothing else is seen. None: all of it."""
     bounded: list[tuple[Doubles, Doubles, int]]
     """Weights, biases and strides of the convolutions with bounded weights, which come before the factor."""
     factor: Doubles
@@ -72,13 +74,20 @@ class _Network:
     """Weights and biases of the linear layers, if there are any."""
 
     def seen(self, obs_shape: tuple[int, ...]) -> tuple[int, ...]:
-        """What crop and pool leave of an observation."""
+        """What crop, pool and the choice of pixels leave of an observation."""
         if min(obs_shape, default=0) < 1 or min(self.crop) < 0 or self.pool < 1:
             raise ValueError(f"obs_shape {obs_shape}, crop {self.crop}, pool {self.pool}")
-        if self.pool == 1 and not any(self.crop):
-            return obs_shape
-        (channels, height, width), (top, bottom, left, right) = obs_shape, self.crop
-        return channels, max(0, (height - top - bottom) // self.pool), max(0, (width - left - right) // self.pool)
+        shape = obs_shape
+        if self.pool > 1 or any(self.crop):
+            (channels, height, width), (top, bottom, left, right) = obs_shape, self.crop
+            shape = channels, max(0, (height - top - bottom) // self.pool), max(0, (width - left - right) // self.pool)
+        if not self.pixels:
+            return shape
+        # A negative place would be counted from the end, and what comes before convolutions must be an image.
+        size, several = math.prod(shape), len(set(self.pixels)) < len(self.pixels)
+        if several or min(self.pixels) < 0 or max(self.pixels) >= size or self.conv or self.bounded:
+            raise ValueError(f"pixels outside 0..{size - 1}, or several times, or before convolutions")
+        return (len(self.pixels),)
 
     @property
     def lipschitz(self) -> float:
@@ -129,6 +138,8 @@ class _Network:
             x = x[..., top : x.shape[-2] - bottom, left : x.shape[-1] - right]
         if self.pool > 1:
             x = _pooled(x, self.pool)
+        if self.pixels:
+            x = x.reshape(len(x), -1)[:, list(self.pixels)]
         for weight, bias, stride in self.bounded:
             x = _bounded_layer(x, weight, bias, stride)
         shape = x.shape[1:]
@@ -244,6 +255,7 @@ def _network(weights: dict[str, Array], config: dict[str, Any], mixes: list[Arra
     return _Network(
         crop=(top, bottom, left, right),
         pool=int(config["pool"]),
+        pixels=_pixels(config),
         factor=double(factors[0]) if factors else np.ones(1),
         bounded=_bounded(weights, config),
         conv=_conv(config),
@@ -253,6 +265,14 @@ def _network(weights: dict[str, Array], config: dict[str, Any], mixes: list[Arra
         bias=double("bias"),
         head=head,
     )
+
+
+def _pixels(config: dict[str, Any]) -> tuple[int, ...]:
+    """Files of before pixels could be chosen do not mention them."""
+    pixels = tuple(config.get("pixels", []))
+    if any(type(place) is not int for place in pixels):
+        raise ValueError("pixels that are no whole numbers")
+    return pixels
 
 
 def _conv(config: dict[str, Any], name: str = "conv") -> list[tuple[int, int, int]]:

@@ -6,7 +6,17 @@ from sortrl import zoo
 from sortrl.errors import SortRLError
 from sortrl.nets.certified import CertifiedPolicy, load_policy
 from sortrl.nets.hybrid import HybridConfig, HybridPolicy, IntervalHead
-from sortrl.nets.layers import AveragePool, BoundedConv, Crop, MeanShift, Scale, SortConv, SortLinear, truncated_mix
+from sortrl.nets.layers import (
+    AveragePool,
+    BoundedConv,
+    Crop,
+    MeanShift,
+    Pixels,
+    Scale,
+    SortConv,
+    SortLinear,
+    truncated_mix,
+)
 from sortrl.nets.policy import PolicyConfig, SortPolicy
 
 __all__ = [
@@ -18,6 +28,7 @@ __all__ = [
     "HybridPolicy",
     "IntervalHead",
     "MeanShift",
+    "Pixels",
     "PolicyConfig",
     "Scale",
     "SortConv",

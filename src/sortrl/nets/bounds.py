@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from sortrl.nets.layers import AveragePool, BoundedConv, Crop, MeanShift, Scale, SortLinear
+from sortrl.nets.layers import AveragePool, BoundedConv, Crop, MeanShift, Pixels, Scale, SortLinear
 
 UNIT_ROUNDOFF = 2.0**-24  # of float32, rounding to nearest
 UNDERFLOW = 2.0**-123  # what may be lost per rounding where numbers below 2^-126 are flushed to zero
@@ -28,7 +28,7 @@ LARGEST_ERROR = 1e20  # beyond it a perturbed input might overflow
 ROWS_AT_ONCE = 1024  # states of which all activations are kept at a time
 
 
-FrontPart = Crop | AveragePool | BoundedConv | Scale
+FrontPart = Crop | AveragePool | Pixels | BoundedConv | Scale
 
 
 class FrontEnd(Protocol):

@@ -13,7 +13,7 @@ import torch
 from sortrl.errors import MissingDependency
 from sortrl.files import atomic_path
 from sortrl.nets.bounds import LARGEST_ERROR, RADIUS_DOWN, SMALLEST_RADIUS, FrontPart
-from sortrl.nets.layers import AveragePool, BoundedConv, Crop, SortConv, SortLinear
+from sortrl.nets.layers import AveragePool, BoundedConv, Crop, Pixels, SortConv, SortLinear
 
 if TYPE_CHECKING:
     from sortrl.nets.policy import SortPolicy
@@ -141,6 +141,8 @@ def _front(graph: _Graph, part: FrontPart, x: str) -> str:
         return graph.add("Slice", x, *bounds)
     if isinstance(part, AveragePool):
         return graph.add("AveragePool", x, kernel_shape=[part.size] * 2, strides=[part.size] * 2)
+    if isinstance(part, Pixels):
+        return graph.add("Gather", graph.flat(x), graph.constant(part.indices.numpy(), np.int64), axis=1)
     if isinstance(part, BoundedConv):
         weight, bias = (graph.constant(value.detach().numpy(), np.float32) for value in (part.weight, part.bias))
         y = graph.add("Conv", x, weight, bias, strides=[part.stride] * 2)

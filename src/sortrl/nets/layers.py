@@ -6,7 +6,7 @@ instead of                  use
 ``Linear`` + activation     ``SortLinear`` (|x - w|, sorted and mixed)
 ``Conv2d`` + activation     ``SortConv`` (the same, for every patch of an image), or ``BoundedConv``
 ``BatchNorm``               ``MeanShift`` (subtracts the mean, no scaling)
-image resize                ``AveragePool``, ``Crop``
+image resize                ``AveragePool``, ``Crop``, ``Pixels``
 input normalisation         ``Scale`` (its constant enters the certificate)
 ==========================  ============================================
 """
@@ -14,6 +14,7 @@ input normalisation         ``Scale`` (its constant enters the certificate)
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -278,6 +279,46 @@ class AveragePool(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return functional.avg_pool2d(x, self.size)
+
+
+class Pixels(nn.Module):
+    """Keeps some coordinates of the flattened input (batch, ...) and ignores the others: (batch, len(indices)).
+
+    >>> Pixels((3, 0), 4)(torch.tensor([[5.0, 6.0, 7.0, 8.0]]))
+    tensor([[8., 5.]])
+    """
+
+    indices: Tensor
+
+    def __init__(self, indices: Sequence[int], size: int) -> None:
+        super().__init__()
+        # Plain numbers are checked, not the tensor, which may be on a device that only knows shapes.
+        if not indices or not all(type(index) is int and 0 <= index < size for index in indices):
+            raise SortRLError(
+                f"Pixels: {len(indices)} indices, {str(tuple(indices[:8]))[:80]} the first, expected one or more whole "
+                f"numbers in 0..{size - 1}."
+            )
+        if len(set(indices)) < len(indices):
+            raise SortRLError(
+                f"Pixels: {len(indices)} indices of which {len(set(indices))} differ, expected no doubles."
+            )
+        self.register_buffer("indices", torch.tensor(indices, dtype=torch.int64), persistent=False)
+
+    @property
+    def lipschitz(self) -> float:
+        """Every output is one of the inputs, so it moves as far as that one does, whichever it is."""
+        return 1.0
+
+    @property
+    def roundings(self) -> int:
+        """Nothing is computed."""
+        return 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.flatten(1).index_select(1, self.indices)
+
+    def extra_repr(self) -> str:
+        return f"{len(self.indices)}"
 
 
 class BoundedConv(nn.Module):

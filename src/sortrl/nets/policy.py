@@ -27,7 +27,7 @@ from sortrl.nets.bounds import (
     traced_scores,
 )
 from sortrl.nets.certified import CertifiedPolicy, Decided, overflow, ranked
-from sortrl.nets.layers import AveragePool, BoundedConv, Crop, MeanShift, Scale, SortConv, SortLinear
+from sortrl.nets.layers import AveragePool, BoundedConv, Crop, MeanShift, Pixels, Scale, SortConv, SortLinear
 from sortrl.normalizer import Normalizer
 from sortrl.records import Decision
 
@@ -56,6 +56,8 @@ class PolicyConfig:
     """Sort layers over the patches of an image, before those that see all of it: (channels, kernel, stride) each."""
     bounded_conv: tuple[tuple[int, int, int], ...] = ()
     """Convolutions with bounded weights, before all sort layers: (channels, kernel, stride) each."""
+    pixels: tuple[int, ...] = ()
+    """What the network sees of the observation as crop and pool leave it: places in it, flattened. None given: all of it."""
 
     def __post_init__(self) -> None:
         if self.n_actions < 2:
@@ -75,6 +77,8 @@ class PolicyConfig:
             raise SortRLError(
                 f"SortPolicy: crop, pool and conv need images (channels, height, width), not observations of shape {self.obs_shape}."
             )
+        if self.pixels and (self.conv or self.bounded_conv):
+            raise SortRLError("SortPolicy: pixels leave no image, so conv and bounded_conv cannot follow. Choose one.")
         for name in ("conv", "bounded_conv"):
             if any(len(layer) != 3 for layer in getattr(self, name)):
                 raise SortRLError(
@@ -112,6 +116,7 @@ class SortPolicy(CertifiedPolicy):
         mask_chunk: int = 128,
         conv: tuple[tuple[int, int, int], ...] = (),
         bounded_conv: tuple[tuple[int, int, int], ...] = (),
+        pixels: tuple[int, ...] = (),
         normalizer: Normalizer | None = None,
     ) -> None:
         super().__init__()
@@ -127,6 +132,7 @@ class SortPolicy(CertifiedPolicy):
             mask_chunk,
             tuple(conv),
             tuple(bounded_conv),
+            tuple(pixels),
         )
         self.normalizer = Normalizer.identity(self.obs_shape) if normalizer is None else normalizer
         if self.normalizer.obs_shape != self.obs_shape:
@@ -140,6 +146,9 @@ class SortPolicy(CertifiedPolicy):
             front.append(AveragePool(pool))
         with torch.no_grad():
             seen = tuple(nn.Sequential(*front)(torch.zeros(1, *self.obs_shape)).shape[1:])
+        if self.config.pixels:
+            front.append(Pixels(self.config.pixels, math.prod(seen)))
+            seen = (len(self.config.pixels),)
         for channels, kernel, stride in self.config.bounded_conv:
             bounded = BoundedConv((seen[0], seen[1], seen[2]), channels, kernel, stride)
             front.append(bounded)

@@ -61,6 +61,7 @@ def loaders(work: Path) -> list[Loader]:
     return [
         Loader("policy", _copy(run / "policy.safetensors", work), tensors, _read_policy),
         Loader("image policy", work / "image" / "policy.safetensors", tensors, _read_policy),
+        Loader("policy of pixels", work / "pixels" / "policy.safetensors", tensors, _read_policy),
         Loader("hybrid policy", work / "hybrid" / "policy.safetensors", tensors, _read_policy),
         Loader("demonstrations", _copy(run / "data.safetensors", work), tensors, load_demonstrations),
         Loader("teacher", _copy(run / "teacher" / "teacher.safetensors", work), tensors, _read_teacher),
@@ -117,6 +118,7 @@ def _other_files(work: Path, run: Path) -> None:
     shape = (2, 9, 8)
     pixels = Normalizer.from_pixels(shape)
     SortPolicy(shape, 3, 6, 2, crop=(1, 0, 2, 0), pool=2, scale=0.5, normalizer=pixels).save(work / "image")
+    SortPolicy(shape, 3, 6, 2, pool=2, pixels=(17, 3, 8), normalizer=pixels).save(work / "pixels")
     layers = {"bounded_conv": ((4, 2, 1),), "conv": ((4, 3, 2),), "depth": 2, "hidden": (5,)}
     hybrid = HybridPolicy(shape, 3, width=6, **layers, scale=0.5, normalizer=pixels)
     hybrid.save(work / "hybrid")
