@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 
+import gymnasium as gym
 import numpy as np
 import pytest
 import torch
@@ -169,6 +170,33 @@ def test_small_collections_still_see_whole_episodes(teacher):
     assert np.unique(demos.episodes, return_counts=True)[1].max() > 600 // 32
 
 
+class Doors(gym.Env):
+    """Four starts and one step; from the last start there is nothing to win."""
+
+    observation_space = gym.spaces.Box(-5, 5, (4,), np.float32)
+    action_space = gym.spaces.Discrete(2)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.door = seed % 4
+        return np.array([0, self.door, -1, -1], np.float32), {}
+
+    def step(self, action):
+        return np.zeros(4, np.float32), float(self.door < 3), True, False, {}
+
+
+def test_focus_spends_tries_where_none_was_good_twice(teacher):
+    gym.register("sortrl-test/Doors-v0", Doors, max_episode_steps=1)
+    try:
+        config = CollectConfig(states=400, exploration=1.0, random_actions=0.1, focus=0.5, slots=4)
+        demos = collect(teacher, "sortrl-test/Doors-v0", config)
+        doors, early = demos.obs[:, 1].astype(int), np.arange(400) < 200
+        assert set(doors[early]) == {0, 1, 2, 3}
+        assert (doors[~early] == 3).mean() > 0.95, "the episodes under way when the focus begins are played to their end"
+    finally:
+        del gym.registry["sortrl-test/Doors-v0"]
+
+
 def test_progress_is_reported(teacher):
     reports = []
     collect(teacher, "CartPole-v1", CollectConfig(states=150), progress=reports.append)
@@ -184,6 +212,7 @@ def test_progress_is_reported(teacher):
         ({"exploration": 1.1}, "exploration is 1.1"),
         ({"random_actions": -0.1}, "random_actions is -0.1"),
         ({"beta": 2}, "beta is 2"),
+        ({"focus": -0.5}, "focus is -0.5"),
         ({"temperature": 0.0}, "temperature is 0.0"),
         ({"eps_unit": -1.0}, "eps_unit is -1.0"),
         ({"eps_unit": float("nan")}, "eps_unit is nan"),

@@ -18,6 +18,7 @@ from sortrl.errors import MissingDependency, SortRLError
 from sortrl.files import read_tensors, write_tensors
 from sortrl.memory import require
 from sortrl.records import Demonstrations, Transitions
+from sortrl.starts import Starts
 from sortrl.teachers.load import check_fit
 from sortrl.teachers.teacher import Teacher
 
@@ -50,11 +51,14 @@ class CollectConfig:
     noise level between 0 and this. It covers the states that a disturbed agent reaches."""
     beta: float = 0.0
     """With an actor (DAgger): share of the steps on which the teacher acts in its place."""
+    focus: float = 0.0
+    """Share of the states, the last ones, that are spent on the starts that went worst so far; for tasks with few starts of
+    which the best episodes are wanted (:mod:`sortrl.remember`)."""
     slots: int = 32
     """Episodes played side by side. Fewer are used when `states` is too small for them to reach their end."""
 
     def __post_init__(self) -> None:
-        for name in ("exploration", "random_actions", "beta"):
+        for name in ("exploration", "random_actions", "beta", "focus"):
             if not 0 <= getattr(self, name) <= 1:
                 raise SortRLError(f"CollectConfig: {name} is {getattr(self, name)}, expected a share between 0 and 1.")
         for name in ("states", "slots"):
@@ -118,6 +122,7 @@ class _Recorder:
         self.episode = np.zeros(n, np.int64)
         self.exploring = np.zeros(n, bool)
         self.eps_unit = np.zeros(n)
+        self.starts, self.start_of, self.total = Starts(), [b""] * n, np.zeros(n)
         # Filled row by row: a hundred thousand images are held once, and twice only while they are put in order.
         kinds: dict[str, type[np.generic]] = {
             "labels": np.int64,
@@ -136,12 +141,16 @@ class _Recorder:
             self.start(slot)
 
     def start(self, slot: int) -> None:
-        """Begin the next episode, whose seed depends only on the seed of the collection and the episode's number."""
+        """Begin the next episode, whose seed depends only on the seed of the collection and the episode's number; or, in
+        the part that is focused, a start that went badly."""
         episode = self.n_episodes
         self.n_episodes += 1
         # Hashed, so that no episode of a collection is also one of an evaluation, which counts up from its own seed.
         env_seed = int(np.random.SeedSequence([self.seed, 2, episode]).generate_state(1)[0] >> 1)
+        if self.n_states > (1.0 - self.config.focus) * self.config.states:
+            env_seed = self.starts.worst()
         self.obs[slot] = self.slots.reset(slot, env_seed)
+        self.start_of[slot], self.total[slot] = self.starts.begin(self.obs[slot], env_seed), 0.0
         self.episode[slot] = episode
         self.exploring[slot] = self.rng.random() < self.config.exploration
         self.eps_unit[slot] = self.rng.random() * self.config.eps_unit
@@ -158,8 +167,10 @@ class _Recorder:
         for slot in range(n):
             self.obs[slot], now["rewards"][slot], done = self.slots.step(slot, int(played[slot]))
             now["terminated"][slot], now["truncated"][slot] = self.slots.terminated[slot], self.slots.truncated[slot]
+            self.total[slot] += now["rewards"][slot]
             if done:
                 self.final_obs[int(self.episode[slot])] = self.obs[slot].copy()
+                self.starts.end(self.start_of[slot], float(self.total[slot]))
                 self.start(slot)
         self.n_states += n
 

@@ -55,6 +55,8 @@ PROCGEN: dict[str, Any] = {
     "collect": CollectConfig(states=100_000, exploration=1.0, random_actions=0.02, slots=64),
     "bounded_conv": ((24, 4, 4), (48, 3, 2), (256, 7, 1)),  # 64 x 64 -> 16 -> 7 -> 1
 }
+# Many tries from every level, and as many again from those that were not yet solved twice.
+LEVELS: dict[str, Any] = {"collect": CollectConfig(states=200_000, exploration=1.0, focus=0.5, slots=64)}
 ATARI: dict[str, Any] = {
     **IMAGES,
     # A Q-learner is greedy, and a seed only draws 1 to 30 idle frames: random actions make the episodes differ.
@@ -64,7 +66,7 @@ ATARI: dict[str, Any] = {
 }
 # Thirty starts, several times each: a Q-learner's own play, and tries with an accident now and then that may end better.
 ATARI_MEMORY: dict[str, Any] = {
-    "collect": CollectConfig(states=300_000, exploration=0.5, random_actions=0.01, slots=64)
+    "collect": CollectConfig(states=200_000, exploration=0.5, random_actions=0.01, focus=0.5, slots=64)
 }
 MEASURED = ("episodes", "eps_grid", "suite")  # what is measured at the end, however the student was made
 TASKS: dict[str, Task] = {
@@ -124,12 +126,14 @@ TASKS: dict[str, Task] = {
             "ProcGen's Jumper on its 200 training levels; 9.25 is the most there is",
             eps=2 / 255,
             fast=PROCGEN,
+            memory=LEVELS,
         ),
         Task(
             "sortrl/Coinrun-train-v0",
             "ProcGen's CoinRun on its 200 training levels; 10 is perfect",
             eps=2 / 255,
             fast=PROCGEN,
+            memory=LEVELS,
         ),
         Task("sortrl/Freeway84-v0", "Atari's Freeway in protocol 84; 34 is very good", 2 / 255, ATARI, ATARI_MEMORY),
         Task(
@@ -247,7 +251,7 @@ def robustify_config(
         eps_grid=tuple(round(share * eps, 6) for share in (0.0, 0.5, 1.0, 1.5, 2.0)),
     )
     own = task.fast if fast else {name: task.fast[name] for name in MEASURED if memory and name in task.fast}
-    own = {**own, **task.memory} if memory else own
+    own = own | (task.memory if memory else {})
     return _with_changes(config, {**own, **{k: v for k, v in changes.items() if v is not None}})
 
 

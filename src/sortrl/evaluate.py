@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -49,6 +50,8 @@ class _Episode:
     obs: npt.NDArray[Any]
     answer: _Answer | None = None
     """To ``obs``, once it is known."""
+    known: dict[bytes, _Answer] = field(default_factory=dict)
+    """Answers of this episode that would be given again."""
     total: float = 0.0
     radii: list[float] = field(default_factory=list)
     actions: list[int] = field(default_factory=list)
@@ -62,6 +65,8 @@ class _Episode:
 
     def play(self, answer: _Answer) -> None:
         """Note what is about to be done."""
+        if answer.repeats:
+            self.known[_key(self.obs)] = answer
         self.actions.append(answer.action)
         self.attacked += answer.attacked
         self.changed += answer.changed
@@ -69,10 +74,14 @@ class _Episode:
             self.radii.append(answer.radius)
 
     def see(self, obs: npt.NDArray[Any]) -> None:
-        """The next observation. A game that stands still asks the same question again, and gets the same answer."""
-        if self.answer is not None and not (self.answer.repeats and np.array_equal(obs, self.obs)):
-            self.answer = None
-        self.obs = obs.copy()
+        """The next observation. A game that stands still or goes round in circles asks the same questions again, and gets
+        the same answers."""
+        self.obs, self.answer = obs.copy(), self.known.get(_key(obs))
+
+
+def _key(obs: npt.NDArray[Any]) -> bytes:
+    """What tells observations apart."""
+    return hashlib.blake2b(obs.tobytes(), digest_size=16).digest()
 
 
 def episode_seeds(seed: int, episodes: int) -> tuple[int, ...]:
@@ -102,7 +111,7 @@ def evaluate(
 
     The list of episodes is fixed and each is played to its end: nothing favours short ones. With ``skip_certified`` the
     attack is not run on states that are certified at eps, where it provably cannot change the action; the returns are
-    the same, sooner. So are they where an observation comes twice in a row and nothing random is involved: the answer is
+    the same, sooner. So are they where an observation comes again in an episode and nothing random is involved: the answer is
     the same, and is not computed again. ``when`` limits the attack to moments of its choice (:mod:`sortrl.timing`); default: every step.
 
     >>> from sortrl.teachers import load_teacher

@@ -106,6 +106,8 @@ class Run:
         config = _plain(asdict(self.config))
         if not self.config.remember:  # what a memory alone needs: older runs do not mention it
             config = {name: value for name, value in config.items() if name not in ("eps_keep", "memory_bytes")}
+        if not self.config.collect.focus:  # likewise
+            del config["collect"]["focus"]
         identity = {"env": self.env_id, "seed": self.seed, "teacher": source, "config": config}
         path = self.directory / "run.json"
         if path.exists():
