@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import gymnasium as gym
 import numpy as np
@@ -95,6 +96,27 @@ def test_an_episode_that_contradicts_itself_or_another_is_passed_over():
     assert best == {0: 0, 2: 0, 3: 0, 1: 1, 7: 1, 8: 1}
     # With no other to choose, the last answer counts.
     assert kept(best_episodes(demonstrations([waits, waits])))[0] == 1
+
+
+def test_starts_that_look_alike_are_told_apart_by_their_numbers():
+    """As in Pong, where the first pictures do not show how long the game has been running."""
+    episodes = [([0, 1], [0, 1], 1.0), ([0, 2], [0, 1], 2.0), ([0, 1], [0, 1], 1.0), ([0, 2], [0, 1], 2.0)]
+    demos = demonstrations(episodes)
+    assert kept(best_episodes(demos)) == {0: 0, 2: 1}, "one start, as far as can be seen"
+    after = replace(demos.transitions, starts=np.array([4, 9, 4, 9]))
+    assert kept(best_episodes(replace(demos, transitions=after))) == {0: 0, 1: 1, 2: 1}
+    with pytest.raises(SortRLError, match="starts has shape"):
+        replace(after, starts=np.array([4, 9]))
+
+
+def test_a_lucky_episode_does_not_spoil_other_starts():
+    """The teacher answers 0 everywhere (see ``demonstrations``); its own episodes agree with each other."""
+    lucky = ([1, 5], [2, 2], 9.0)  # contradicts the greedy play of the other start in state 5
+    greedy = ([1, 6], [0, 0], 1.0)
+    other = ([3, 5], [0, 0], 4.0)
+    better = ([3, 7], [1, 1], 8.0)  # contradicts nobody
+    assert kept(best_episodes(demonstrations([lucky, greedy, other, other]))) == {1: 0, 6: 0, 3: 0, 5: 0}
+    assert kept(best_episodes(demonstrations([lucky, greedy, other, better]))) == {1: 0, 6: 0, 3: 1, 7: 1}
 
 
 def test_starts_that_are_never_met_again_are_refused():

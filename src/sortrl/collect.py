@@ -123,6 +123,7 @@ class _Recorder:
         self.exploring = np.zeros(n, bool)
         self.eps_unit = np.zeros(n)
         self.starts, self.start_of, self.total = Starts(), [b""] * n, np.zeros(n)
+        self.numbers: list[int] = []  # of the episodes' starts
         # Filled row by row: a hundred thousand images are held once, and twice only while they are put in order.
         kinds: dict[str, type[np.generic]] = {
             "labels": np.int64,
@@ -150,10 +151,14 @@ class _Recorder:
         if self.n_states > (1.0 - self.config.focus) * self.config.states:
             env_seed = self.starts.worst()
         self.obs[slot] = self.slots.reset(slot, env_seed)
-        self.start_of[slot], self.total[slot] = self.starts.begin(self.obs[slot], env_seed), 0.0
+        self.start_of[slot], self.total[slot] = self._begun(slot, env_seed), 0.0
         self.episode[slot] = episode
         self.exploring[slot] = self.rng.random() < self.config.exploration
         self.eps_unit[slot] = self.rng.random() * self.config.eps_unit
+
+    def _begun(self, slot: int, env_seed: int) -> bytes:
+        self.numbers.append(int(self.slots.starts[slot]))
+        return self.starts.begin(self.obs[slot], env_seed, self.numbers[-1])
 
     def play(self, actor: Actor | None) -> None:
         """One step of every slot (of as many as are still needed)."""
@@ -221,7 +226,8 @@ class _Recorder:
         final_obs = np.stack([self.final_obs[int(episode)] for episode in episodes[last]])
         # Episodes started by the last step have no states; numbering skips them by itself.
         played, rewards = self.columns["played"], self.columns["rewards"]
-        transitions = Transitions(played, rewards, terminated, truncated, final_obs)
+        starts = np.array([self.numbers[int(episode)] for episode in episodes[last]], np.int64)
+        transitions = Transitions(played, rewards, terminated, truncated, final_obs, starts)
         obs, labels, logits = self.columns["obs"], self.columns["labels"], self.columns["logits"]
         return Demonstrations(env_id, obs, labels, logits, episodes, transitions)
 
@@ -242,7 +248,9 @@ def merge(*demos: Demonstrations) -> Demonstrations:
     fields = ("played", "rewards", "terminated", "truncated", "final_obs")
     transitions = None
     if len(after) == len(demos):
-        transitions = Transitions(*(np.concatenate([getattr(one, name) for one in after]) for name in fields))
+        starts = [one.starts if one.starts is not None else np.full(len(one.final_obs), -1) for one in after]
+        columns = {name: np.concatenate([getattr(one, name) for one in after]) for name in fields}
+        transitions = Transitions(**columns, starts=np.concatenate(starts))
     joined = [np.concatenate([getattr(one, name) for one in demos]) for name in ("obs", "actions", "logits")]
     return Demonstrations(demos[0].env_id, joined[0], joined[1], joined[2], np.concatenate(episodes), transitions)
 
@@ -269,7 +277,7 @@ def select(demos: Demonstrations, mask: npt.NDArray[np.bool_]) -> Demonstrations
     if after is not None:
         kept = np.isin(np.unique(demos.episodes), demos.episodes[mask])
         steps = (after.played[mask], after.rewards[mask], after.terminated[mask], after.truncated[mask])
-        after = Transitions(*steps, after.final_obs[kept])
+        after = Transitions(*steps, after.final_obs[kept], None if after.starts is None else after.starts[kept])
     return Demonstrations(
         demos.env_id, demos.obs[mask], demos.actions[mask], demos.logits[mask], demos.episodes[mask], after
     )
@@ -279,7 +287,8 @@ def save_demonstrations(path: str | Path, demos: Demonstrations) -> None:
     """Write the demonstrations as one safetensors file."""
     arrays = {name: getattr(demos, name) for name in ("obs", "actions", "logits", "episodes")}
     if demos.transitions is not None:
-        arrays |= {f"transitions.{name}": array for name, array in vars(demos.transitions).items()}
+        columns = vars(demos.transitions).items()
+        arrays |= {f"transitions.{name}": array for name, array in columns if array is not None}
     tensors = {name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in arrays.items()}
     write_tensors(path, tensors, {"format": FORMAT, "env_id": demos.env_id})
 
@@ -292,7 +301,7 @@ def load_demonstrations(path: str | Path) -> Demonstrations:
     arrays = {name: tensor.numpy() for name, tensor in tensors.items()}
     kinds = {"actions": "i", "logits": "f", "episodes": "i"}
     kinds |= {"transitions.played": "i", "transitions.rewards": "f", "transitions.terminated": "b"}
-    kinds |= {"transitions.truncated": "b"}
+    kinds |= {"transitions.truncated": "b", "transitions.starts": "i"}
     for name in ("obs", "actions", "logits", "episodes"):
         if name not in arrays:
             raise SortRLError(f"{path} lacks {name}; found {', '.join(arrays) or 'nothing'}.")

@@ -47,7 +47,9 @@ class Transitions:
 
     ``played`` (n,) are the actions that were really played, which differ from the teacher's answer while exploring;
     ``rewards``, ``terminated`` and ``truncated`` (n,) what the environment returned; ``final_obs``
-    (episodes, *obs_shape) the observation after the last state of each episode, in the order of the episode numbers.
+    (episodes, *obs_shape) the observation after the last state of each episode, in the order of the episode numbers;
+    ``starts`` (episodes,) which of the task's starts each episode has, where the environment tells (``info["start"]``), else -1.
+    Two starts may show the same picture at first.
     """
 
     played: IntArray
@@ -55,8 +57,13 @@ class Transitions:
     terminated: npt.NDArray[np.bool_]
     truncated: npt.NDArray[np.bool_]
     final_obs: npt.NDArray[np.generic]
+    starts: IntArray | None = None
 
     def __post_init__(self) -> None:
+        if self.starts is not None and self.starts.shape != self.final_obs.shape[:1]:
+            raise SortRLError(
+                f"Transitions: starts has shape {self.starts.shape}, expected one for each of {len(self.final_obs)} final_obs."
+            )
         shapes = {name: getattr(self, name).shape for name in ("played", "rewards", "terminated", "truncated")}
         if len(set(shapes.values())) != 1 or self.played.ndim != 1:
             raise SortRLError(f"Transitions: expected equal 1-d shapes, got {shapes}.")

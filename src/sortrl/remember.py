@@ -17,6 +17,7 @@ It says nothing about states that are unlike everything it remembers, and should
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from dataclasses import dataclass
 
 import numpy as np
@@ -28,22 +29,30 @@ from sortrl.collect import select
 from sortrl.errors import SortRLError
 from sortrl.nets import SortPolicy
 from sortrl.normalizer import Normalizer
-from sortrl.records import Demonstrations, IntArray
+from sortrl.records import Demonstrations, IntArray, Transitions
+from sortrl.starts import start_name
 
 
 @dataclass(frozen=True)
 class _Candidate:
     """An episode; one that was cut off may still be the best that is known of its start."""
 
-    rows: npt.NDArray[np.int64]
+    length: int
     total: float
     ended: bool
-    pictures: tuple[bytes, ...]
+    greedy: bool
+    """Whether it is the teacher's own play throughout."""
+    consistent: bool
+    """Whether the same picture was always answered in the same way."""
+    answers: dict[bytes, int]
+    """The last answer to each picture."""
+    last_rows: tuple[int, ...]
+    """Where it was given, in the same order."""
 
     @property
     def rank(self) -> tuple[bool, float, int]:
         """The best comes first."""
-        return not self.ended, -self.total, len(self.rows)
+        return not self.ended, -self.total, self.length
 
 
 def best_episodes(demos: Demonstrations) -> Demonstrations:
@@ -51,7 +60,9 @@ def best_episodes(demos: Demonstrations) -> Demonstrations:
     Episodes that were cut off come last.
 
     An episode that gives two answers to one observation cannot be played by any policy that sees nothing else, so the next
-    best is taken; likewise one that contradicts an episode taken before. (If there is none, the last answer counts.)
+    best is taken; likewise one that contradicts those of other starts. (If there is none, the last answer counts.) The teacher's
+    own greedy episodes never contradict each other: where there are some, all begin with those, and then every start in turn
+    takes a better one if it agrees with the others.
     """
     after = demos.transitions
     if after is None:
@@ -59,23 +70,28 @@ def best_episodes(demos: Demonstrations) -> Demonstrations:
             "best_episodes: these demonstrations lack transitions (rewards and ends). Collect them again."
         )
     starts: dict[bytes, list[_Candidate]] = {}
-    for rows in np.split(np.arange(len(demos)), np.flatnonzero(np.diff(demos.episodes)) + 1):
-        pictures = tuple(hashlib.blake2b(demos.obs[row].tobytes(), digest_size=16).digest() for row in rows)
-        ended, total = bool(after.terminated[rows[-1]]), float(after.rewards[rows].sum())
-        starts.setdefault(pictures[0], []).append(_Candidate(rows, total, ended, pictures))
+    for index, rows in enumerate(np.split(np.arange(len(demos)), np.flatnonzero(np.diff(demos.episodes)) + 1)):
+        number = -1 if after.starts is None else int(after.starts[index])
+        starts.setdefault(start_name(demos.obs[rows[0]], number), []).append(_candidate(demos, after, rows))
     episodes = sum(map(len, starts.values()))
     if len(starts) > episodes / 2:
         raise SortRLError(
             f"best_episodes: {episodes} episodes from {len(starts)} different starts. Remembering needs a task with few starts, "
             "each met several times (training levels of ProcGen, Atari): collect more states, or distil."
         )
-    answers: dict[bytes, int] = {}
-    kept: dict[bytes, int] = {}
-    for candidates in starts.values():
-        ranked = sorted(candidates, key=lambda one: one.rank)
-        chosen = next((one for one in ranked if _consistent(one, after.played, answers)), ranked[0])
-        for picture, row in zip(chosen.pictures, chosen.rows, strict=True):
-            answers[picture], kept[picture] = int(after.played[row]), int(row)
+    ranked = {name: sorted(candidates, key=lambda one: one.rank) for name, candidates in starts.items()}
+    taken = _Taken()
+    chosen = {name: one for name, some in ranked.items() if (one := next((c for c in some if c.greedy), None))}
+    for one in chosen.values():
+        taken.add(one)
+    for name, some in ranked.items():
+        if name in chosen:
+            taken.remove(chosen[name])
+        chosen[name] = next((one for one in some if taken.agrees_with(one)), some[0])
+        taken.add(chosen[name])
+    kept = {
+        picture: int(row) for one in chosen.values() for picture, row in zip(one.answers, one.last_rows, strict=True)
+    }
     mask = np.zeros(len(demos), bool)
     mask[list(kept.values())] = True
     best = select(demos, mask)
@@ -83,12 +99,41 @@ def best_episodes(demos: Demonstrations) -> Demonstrations:
     return Demonstrations(best.env_id, best.obs, best.transitions.played, best.logits, best.episodes, best.transitions)
 
 
-def _consistent(episode: _Candidate, played: IntArray, answers: dict[bytes, int]) -> bool:
-    own = dict(answers)
-    return all(
-        own.setdefault(picture, int(played[row])) == played[row]
-        for picture, row in zip(episode.pictures, episode.rows, strict=True)
+def _candidate(demos: Demonstrations, after: Transitions, rows: IntArray) -> _Candidate:
+    pictures = [hashlib.blake2b(demos.obs[row].tobytes(), digest_size=16).digest() for row in rows]
+    played = after.played[rows]
+    answers = dict(zip(pictures, played.tolist(), strict=True))
+    return _Candidate(
+        length=len(rows),
+        total=float(after.rewards[rows].sum()),
+        ended=bool(after.terminated[rows[-1]]),
+        greedy=bool((played == demos.actions[rows]).all()),
+        consistent=all(answers[picture] == action for picture, action in zip(pictures, played, strict=True)),
+        answers=answers,
+        last_rows=tuple(dict(zip(pictures, rows.tolist(), strict=True)).values()),
     )
+
+
+class _Taken:
+    """The answers of the episodes taken so far, each with the number of episodes that give it."""
+
+    def __init__(self) -> None:
+        self._answers: dict[bytes, Counter[int]] = {}
+
+    def agrees_with(self, episode: _Candidate) -> bool:
+        return episode.consistent and all(
+            answer == action or not count
+            for picture, action in episode.answers.items()
+            for answer, count in self._answers.get(picture, {}).items()
+        )
+
+    def add(self, episode: _Candidate) -> None:
+        for picture, action in episode.answers.items():
+            self._answers.setdefault(picture, Counter())[action] += 1
+
+    def remove(self, episode: _Candidate) -> None:
+        for picture, action in episode.answers.items():
+            self._answers[picture][action] -= 1
 
 
 @torch.no_grad()

@@ -19,8 +19,14 @@ class _Start:
     best: tuple[float, float] = (-math.inf, -math.inf)
 
 
+def start_name(obs: npt.NDArray[Any], number: int) -> bytes:
+    """What tells starts apart: their number where there is one, else what they show."""
+    shown = obs.tobytes() if number < 0 else b""
+    return hashlib.blake2b(shown, digest_size=16, key=str(number).encode()).digest()
+
+
 class Starts:
-    """The starts met so far, told apart by their first observation.
+    """The starts met so far, told apart by the environment's number of them, or else (-1) by their first observation.
 
     >>> import numpy as np
     >>> starts = Starts()
@@ -33,9 +39,9 @@ class Starts:
     def __init__(self) -> None:
         self._known: dict[bytes, _Start] = {}
 
-    def begin(self, obs: npt.NDArray[Any], seed: int) -> bytes:
-        """Count a try from the start that shows ``obs``; returns the start's name."""
-        name = hashlib.blake2b(obs.tobytes(), digest_size=16).digest()
+    def begin(self, obs: npt.NDArray[Any], seed: int, number: int = -1) -> bytes:
+        """Count a try from the start with this number, or that shows ``obs``; returns the start's name."""
+        name = start_name(obs, number)
         self._known.setdefault(name, _Start(seed)).tries += 1
         return name
 

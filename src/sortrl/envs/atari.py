@@ -88,7 +88,8 @@ def small_frame(before: Frame, last: Frame, shift: int) -> Frame:
 
 
 class Atari84(gym.Env[Frame, np.int64]):
-    """One game. ``reset(seed=...)`` determines the episode: only the number of idle frames at its start is random.
+    """One game. ``reset(seed=...)`` determines the episode: only the number of idle frames at its start is random, which
+    ``info["start"]`` tells (some games show nothing of it at first).
 
     Teachers train on an easier problem: ``episodic_life`` ends an episode with every life lost, and ``reset()`` without a
     seed then goes on with the lives that are left. (They also see clipped rewards; that is up to the learner.)
@@ -116,7 +117,7 @@ class Atari84(gym.Env[Frame, np.int64]):
         self._fires = any(action.name == "FIRE" for action in legal)
         self._actions = legal[: self.facts.n_actions]
         self._screens = np.zeros((2, *self._ale.getScreenDims()), np.uint8)
-        self._lives = self._last_action = 0
+        self._lives = self._last_action = self._idle = 0
         self.observation_space = gym.spaces.Box(0, 255, (1, SIZE, SIZE), np.uint8)
         self.action_space = gym.spaces.Discrete(len(self._actions))
 
@@ -132,13 +133,14 @@ class Atari84(gym.Env[Frame, np.int64]):
             goes_on = True
             self._ale.restoreState(self._start)
             self._last_action = 0
-            for _ in range(self.np_random.integers(1, MAX_NOOPS, endpoint=True)):
+            self._idle = int(self.np_random.integers(1, MAX_NOOPS, endpoint=True))
+            for _ in range(self._idle):
                 self._ale.act(0)
             self._screens[0] = self._screens[1] = self._ale.getScreen()
             for action in (1, 2) if self._fires else ():
                 self._play(action)
         self._lives = self._ale.lives()
-        return self._observe(), {"lives": self._lives}
+        return self._observe(), {"lives": self._lives, "start": self._idle}
 
     def step(self, action: np.int64 | int) -> tuple[Frame, float, bool, bool, dict[str, Any]]:
         reward = self._play(int(action))

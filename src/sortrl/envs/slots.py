@@ -41,14 +41,15 @@ class EnvSlots:
         # How the last step of each slot ended: a terminated episode is over for good, a truncated one ran out of time.
         self.terminated = np.zeros(n, dtype=bool)
         self.truncated = np.zeros(n, dtype=bool)
+        self.starts = np.full(n, -1)  # which of the task's starts each slot's episode has, if the environment tells
 
     def __len__(self) -> int:
         return len(self._envs)
 
     def reset(self, slot: int, seed: int) -> npt.NDArray[Any]:
         """Start the episode that ``seed`` names; returns its first raw observation."""
-        obs, _ = self._envs[slot].reset(seed=seed)
-        self._playing[slot] = True
+        obs, info = self._envs[slot].reset(seed=seed)
+        self._playing[slot], self.starts[slot] = True, info.get("start", -1)
         self.terminated[slot] = self.truncated[slot] = False
         return np.asarray(obs)
 
