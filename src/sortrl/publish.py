@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import shutil
 from pathlib import Path
@@ -123,13 +124,19 @@ def _origin(found: dict[str, Any]) -> str:
     return f"distilled from {found['teacher']} for perturbations of l_inf size {found['eps']:g} in the policy's input units"
 
 
+def _share_at(shares: dict[float, float], eps: float) -> str:
+    """What is certified at the next larger eps that the card has is certified at this one too; never rounded up."""
+    share = shares[min(size for size in shares if size >= eps)]
+    return f"{math.floor(share * 1000) / 10:.1f}%"
+
+
 def card_text(found: dict[str, Any]) -> str:
     rows = [
         f"| {row['policy']} | {row['attack']} | {row['eps']:g} | {row['mean']:.1f} ± {row['sem']:.1f} |"
         for row in found["returns"]
     ]
     shares = {float(eps): share for eps, share in found["certified"].items()}
-    wanted = sorted({row["eps"] for row in found["returns"]} & shares.keys())
+    wanted = sorted({row["eps"] for row in found["returns"] if row["eps"] <= max(shares)})
     agreement = found["half_precision_agreement"]
     precision = (
         "single precision"
@@ -153,7 +160,7 @@ def card_text(found: dict[str, Any]) -> str:
             *rows,
             "",
             "Share of the states of clean episodes whose action is proven: "
-            + ", ".join(f"{shares[eps]:.1%} at {eps:g}" for eps in wanted)
+            + ", ".join(f"{_share_at(shares, eps)} at {eps:g}" for eps in wanted)
             + ".",
             "",
             f"- made by `{found['command']}`, seed {found['seed']}, sortrl {found['sortrl']}",
