@@ -119,6 +119,10 @@ def atari_table(results: dict[str, Any]) -> str:
     return "\n".join(atari.table_lines(results))
 
 
+def measured_table(results: dict[str, Any]) -> str:
+    return "\n".join(atari.table_lines(results, with_quoted=False))
+
+
 def sticky_table(results: dict[str, Any]) -> str:
     return "\n".join(atari.sticky_lines(results))
 
@@ -156,6 +160,7 @@ TABLES = {
     "fig1": ("fig1", fig1_table),
     "suites": ("fig1", suites_table),
     "table1": ("table1", atari_table),
+    "table1-measured": ("table1", measured_table),
     "table1-sticky": ("table1", sticky_table),
     "table2": ("table2", procgen_table),
     "table2-attacks": ("table2", other_attacks_table),

@@ -266,7 +266,7 @@ def worst(found: list[Found]) -> list[dict[str, Any]]:
     return rows
 
 
-def table_lines(results: dict[str, Any]) -> list[str]:
+def table_lines(results: dict[str, Any], with_quoted: bool = True) -> list[str]:
     """The table in Markdown, under a line that says what it shows: measured rows, then those that the paper prints."""
     stronger, levels = "worst" in results, results["levels"]
     rows: dict[tuple[str, str], dict[int, dict[str, Any]]] = {}
@@ -286,7 +286,8 @@ def table_lines(results: dict[str, Any]) -> list[str]:
             share = by_level.get(0, {}).get("certified", {}).get("1")
             texts += [] if stronger else ["" if share is None else f"{math.floor(share * 1e4) / 100:.2f}%"]
             lines.append(f"| {game} | {_bold(agent)} | {' | '.join(texts)} |")
-        printed = [row for row in results["quoted"] if row["game"] == game and any(key[0] == game for key in rows)]
+        shown = with_quoted and any(key[0] == game for key in rows)
+        printed = [row for row in results["quoted"] if row["game"] == game and shown]
         lines += [_quoted_line(row, levels, stronger) for row in printed]
     return lines
 
