@@ -11,6 +11,7 @@ import torch
 
 from sortrl.collect import (
     CollectConfig,
+    _Recorder,
     collect,
     export_minari,
     load_demonstrations,
@@ -18,6 +19,7 @@ from sortrl.collect import (
     save_demonstrations,
     split,
 )
+from sortrl.envs import EnvSlots, describe
 from sortrl.errors import MissingDependency, SortRLError
 from sortrl.files import read_tensors, write_tensors
 from sortrl.normalizer import Normalizer
@@ -346,3 +348,19 @@ def test_minari_export_names_its_extra(teacher, monkeypatch):
     demos = collect(teacher, "CartPole-v1", CollectConfig(states=20))
     with pytest.raises(MissingDependency, match=r"pip install 'sortrl\[minari\]'"):
         export_minari(demos, "cartpole/sortrl-test-v0")
+
+
+def test_episodes_begin_where_the_fewest_began():
+    """Thirty starts of an Atari game: drawn at random, thirty episodes would meet about nineteen of them."""
+    pytest.importorskip("ale_py")
+    idle = load_teacher(lambda obs: np.zeros(len(obs), int), env_id="sortrl/Pong84-v0")
+    met = {}
+    for spread in (False, True):
+        config = CollectConfig(states=40, exploration=0.0, spread=spread, slots=1)
+        with EnvSlots("sortrl/Pong84-v0", 1, max_episode_steps=1) as slots:
+            recorder = _Recorder(idle, describe("sortrl/Pong84-v0"), slots, config, seed=0)
+            while recorder.n_states < config.states:
+                recorder.play(None)
+        met[spread] = len(np.unique(recorder.finish("sortrl/Pong84-v0").transitions.starts))
+    assert met[False] < 26
+    assert met[True] >= 28

@@ -24,6 +24,7 @@ from sortrl.teachers.teacher import Teacher
 
 FORMAT = "sortrl-demonstrations-1"
 Progress = Callable[[dict[str, Any]], None]
+_DRAWS = 24  # starts to choose from; one costs about as much as ten steps
 
 
 class Actor(Protocol):
@@ -54,6 +55,9 @@ class CollectConfig:
     focus: float = 0.0
     """Share of the states, the last ones, that are spent on the starts that went worst so far; for tasks with few starts of
     which the best episodes are wanted (:mod:`sortrl.remember`)."""
+    spread: bool = False
+    """Before that, begin episodes where the fewest began so far, for the same purpose; needs an environment that numbers its
+    starts (Atari)."""
     slots: int = 32
     """Episodes played side by side. Fewer are used when `states` is too small for them to reach their end."""
 
@@ -150,11 +154,24 @@ class _Recorder:
         env_seed = int(np.random.SeedSequence([self.seed, 2, episode]).generate_state(1)[0] >> 1)
         if self.n_states > (1.0 - self.config.focus) * self.config.states:
             env_seed = self.starts.worst()
+        elif self.config.spread:
+            env_seed = self._least_tried(slot, episode)
         self.obs[slot] = self.slots.reset(slot, env_seed)
         self.start_of[slot], self.total[slot] = self._begun(slot, env_seed), 0.0
         self.episode[slot] = episode
         self.exploring[slot] = self.rng.random() < self.config.exploration
         self.eps_unit[slot] = self.rng.random() * self.config.eps_unit
+
+    def _least_tried(self, slot: int, episode: int) -> int:
+        """Of a few seeds the one whose start was tried least often; where starts have no numbers, the first."""
+        draws = np.random.SeedSequence([self.seed, 4, episode]).generate_state(_DRAWS) >> 1
+        tries = []
+        for env_seed in draws:
+            self.slots.reset(slot, int(env_seed))
+            tries.append(self.numbers.count(int(self.slots.starts[slot])))
+            if tries[-1] == 0 or self.slots.starts[slot] < 0:
+                break
+        return int(draws[int(np.argmin(tries))])
 
     def _begun(self, slot: int, env_seed: int) -> bytes:
         self.numbers.append(int(self.slots.starts[slot]))

@@ -66,7 +66,7 @@ ATARI: dict[str, Any] = {
 }
 # Thirty starts, several times each: a Q-learner's own play, and tries with an accident now and then that may end better.
 ATARI_MEMORY: dict[str, Any] = {
-    "collect": CollectConfig(states=200_000, exploration=0.5, random_actions=0.01, focus=0.5, slots=64)
+    "collect": CollectConfig(states=250_000, exploration=0.3, random_actions=0.01, focus=0.2, spread=True, slots=64)
 }
 MEASURED = ("episodes", "eps_grid", "suite")  # what is measured at the end, however the student was made
 TASKS: dict[str, Task] = {

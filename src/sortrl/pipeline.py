@@ -35,6 +35,7 @@ from sortrl.records import Demonstrations, Policy, stored_rows
 from sortrl.remember import best_episodes
 from sortrl.suite import LEARNED, evaluate_suite
 from sortrl.teachers import Teacher, load_teacher, smoothed, train_teacher
+from sortrl.teachers.grading import LOG_FILE
 from sortrl.teachers.load import check_fit
 
 VALIDATION_SHARE = 0.1
@@ -106,8 +107,9 @@ class Run:
         config = _plain(asdict(self.config))
         if not self.config.remember:  # what a memory alone needs: older runs do not mention it
             config = {name: value for name, value in config.items() if name not in ("eps_keep", "memory_bytes")}
-        if not self.config.collect.focus:  # likewise
-            del config["collect"]["focus"]
+        for name in ("focus", "spread"):  # likewise
+            if not config["collect"][name]:
+                del config["collect"][name]
         identity = {"env": self.env_id, "seed": self.seed, "teacher": source, "config": config}
         path = self.directory / "run.json"
         if path.exists():
@@ -210,6 +212,9 @@ class Run:
         check_eps(teacher, describe(self.env_id), self.config.eps)
         if teacher.architecture is not None:
             teacher.save(folder)
+            log = Path(source) / LOG_FILE if isinstance(source, (str, Path)) else None
+            if log is not None and log.is_file():  # how it was trained, for whoever gets the student
+                write_json(folder / LOG_FILE, read_object(log))
         return teacher
 
     def demonstrations(self, teacher: Teacher) -> Demonstrations:

@@ -18,6 +18,7 @@ from sortrl.errors import SortRLError
 from sortrl.files import read_object, read_tensors, write_json, write_tensors, write_text
 from sortrl.nets.certified import FILE_NAME, CertifiedPolicy
 from sortrl.pipeline import TRAINED_HERE, identity_of
+from sortrl.teachers.grading import LOG_FILE
 
 HALF_AGREEMENT = 0.999
 AGAIN = "Fetch the entry again."
@@ -47,7 +48,9 @@ def publish(run: Path, name: str, folder: Path = Path("zoo"), with_teacher: bool
             (entry / "teacher").mkdir()
             shutil.copy(run / "teacher" / "teacher.safetensors", entry / "teacher")
             files.append("teacher/teacher.safetensors")
-        found = _card(name, results, agreement, {file: zoo.sha256(entry / file) for file in files})
+        log = run / "teacher" / LOG_FILE
+        trained = _training(read_object(log)) if ours and log.exists() else None
+        found = _card(name, results, agreement, {file: zoo.sha256(entry / file) for file in files}, trained)
         write_text(entry / "README.md", card_text(found))
         write_json(entry / zoo.CARD, found)  # the last: without it there is no entry
     except BaseException:
@@ -80,7 +83,19 @@ def _actions(policy: CertifiedPolicy, states: Any) -> Any:
     return np.concatenate([policy.predict(part)[0] for part in np.array_split(states, -(-len(states) // 1024))])
 
 
-def _card(name: str, results: dict[str, Any], agreement: float | None, files: dict[str, str]) -> dict[str, Any]:
+def _training(log: dict[str, Any]) -> dict[str, Any]:
+    """How long the teacher took to the state that was kept, its best."""
+    best = max(log["history"], key=lambda row: float(row["return"]))
+    return {key: best[key] for key in ("step", "return", "hours") if key in best}
+
+
+def _card(
+    name: str,
+    results: dict[str, Any],
+    agreement: float | None,
+    files: dict[str, str],
+    training: dict[str, Any] | None = None,
+) -> dict[str, Any]:
     certificate = results["certificate"]
     shares = dict(zip(map(str, certificate["eps"]), certificate["share"], strict=True))
     columns = ("policy", "attack", "eps", "mean", "sem", "episodes")
@@ -89,6 +104,7 @@ def _card(name: str, results: dict[str, Any], agreement: float | None, files: di
         "name": name,
         "env": results["env"]["id"],
         "teacher": results["teacher"]["name"],
+        "teacher_training": training,
         "policy": results["policy"],
         "command": results["command"],
         "seed": results["seed"],
@@ -122,6 +138,13 @@ def _origin(found: dict[str, Any]) -> str:
     if found.get("preset") == "memory":
         return f"a memory of the best episodes of {found['teacher']}: the nearest neighbour in l_inf among their states"
     return f"distilled from {found['teacher']} for perturbations of l_inf size {found['eps']:g} in the policy's input units"
+
+
+def _teacher_lines(training: dict[str, Any] | None) -> list[str]:
+    if training is None:
+        return []
+    hours = f", {training['hours']:.1f} hours" if "hours" in training else ""
+    return [f"- the teacher had {training['return']:.1f} after {training['step']:,} steps of training{hours}"]
 
 
 def _share_at(shares: dict[float, float], eps: float) -> str:
@@ -164,6 +187,7 @@ def card_text(found: dict[str, Any]) -> str:
             + ".",
             "",
             f"- made by `{found['command']}`, seed {found['seed']}, sortrl {found['sortrl']}",
+            *_teacher_lines(found.get("teacher_training")),
             f"- {found['policy']['parameters']} parameters, weights in {precision}",
             *(f"- sha256 of `{file}`: `{digest}`" for file, digest in found["files"].items()),
             "",

@@ -60,9 +60,9 @@ def best_episodes(demos: Demonstrations) -> Demonstrations:
     Episodes that were cut off come last.
 
     An episode that gives two answers to one observation cannot be played by any policy that sees nothing else, so the next
-    best is taken; likewise one that contradicts those of other starts. (If there is none, the last answer counts.) The teacher's
-    own greedy episodes never contradict each other: where there are some, all begin with those, and then every start in turn
-    takes a better one if it agrees with the others.
+    best is taken; likewise one that contradicts those of other starts. (If there is none, the best adds what contradicts nobody,
+    and of two answers of its own the last.) The teacher's own greedy episodes never contradict each other: where there are some,
+    all begin with those, and then every start in turn takes a better one if it agrees with the others.
     """
     after = demos.transitions
     if after is None:
@@ -87,11 +87,15 @@ def best_episodes(demos: Demonstrations) -> Demonstrations:
     for name, some in ranked.items():
         if name in chosen:
             taken.remove(chosen[name])
-        chosen[name] = next((one for one in some if taken.agrees_with(one)), some[0])
-        taken.add(chosen[name])
-    kept = {
-        picture: int(row) for one in chosen.values() for picture, row in zip(one.answers, one.last_rows, strict=True)
-    }
+            del chosen[name]
+        agreeing = next((one for one in some if taken.agrees_with(one)), None)
+        if agreeing is not None:
+            chosen[name] = agreeing
+            taken.add(agreeing)
+    kept: dict[bytes, int] = {}
+    for one in (*chosen.values(), *(some[0] for name, some in ranked.items() if name not in chosen)):
+        for picture, row in zip(one.answers, one.last_rows, strict=True):
+            kept.setdefault(picture, row)
     mask = np.zeros(len(demos), bool)
     mask[list(kept.values())] = True
     best = select(demos, mask)

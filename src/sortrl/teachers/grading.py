@@ -15,6 +15,7 @@ from sortrl.teachers.config import TeacherConfig
 from sortrl.teachers.teacher import Teacher
 
 Progress = Callable[[dict[str, Any]], None]
+LOG_FILE = "training.json"  # how a teacher did in the course of its training
 
 
 def grade(teacher: Teacher, env_id: str, config: TeacherConfig, seed: int, segment: int) -> tuple[float, bool]:

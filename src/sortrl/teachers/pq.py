@@ -25,10 +25,9 @@ from sortrl.files import write_json
 from sortrl.normalizer import Normalizer
 from sortrl.teachers.architecture import Architecture
 from sortrl.teachers.config import PQNConfig
-from sortrl.teachers.grading import Progress, generators_restored, grade, one_thread
+from sortrl.teachers.grading import LOG_FILE, Progress, generators_restored, grade, one_thread
 from sortrl.teachers.teacher import Teacher
 
-LOG_FILE = "training.json"
 MAX_GRAD_NORM = 10.0
 RECENT = 100  # training episodes whose mean return is reported
 SAVE_EVERY_S = 120.0

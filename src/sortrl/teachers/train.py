@@ -25,13 +25,12 @@ from sortrl.errors import SortRLError
 from sortrl.files import read_object, read_tensors, write_json, write_tensors
 from sortrl.memory import require
 from sortrl.teachers.config import ImagePPOConfig, PQNConfig, TeacherConfig, teacher_preset
-from sortrl.teachers.grading import Progress, generators_restored, grade, one_thread
+from sortrl.teachers.grading import LOG_FILE, Progress, generators_restored, grade, one_thread
 from sortrl.teachers.load import load_teacher
 from sortrl.teachers.pq import train_pqn
 from sortrl.teachers.teacher import Teacher
 
 STATE_FILE = "training.safetensors"
-LOG_FILE = "training.json"
 FORMAT = "sortrl-training-1"
 _COUNTS = ("num_timesteps", "_n_updates", "_n_calls")
 _REPLAY = ("observations", "next_observations", "actions", "rewards", "dones", "timeouts")
