@@ -15,7 +15,9 @@ from sortrl import attacks, zoo
 from sortrl.certify import save_certificates
 from sortrl.cli import main
 from sortrl.collect import CollectConfig
+from sortrl.envs import EnvSlots, describe
 from sortrl.errors import SortRLError
+from sortrl.evaluate import valid_range
 from sortrl.files import read_json, read_tensors
 from sortrl.pipeline import TRAINED_HERE, open_run
 from sortrl.publish import publish
@@ -52,6 +54,33 @@ def test_an_entry_plays_as_its_card_says():
         row for row in zoo.card(zoo.entry("cartpole"))["returns"] if row["policy"] == "student" and row["eps"] == 0
     )
     assert result.mean == pytest.approx(stated["mean"], rel=0.02)
+
+
+@pytest.mark.parametrize("name", sorted({"freeway", "roadrunner", "pong", "bankheist"} & set(ENTRIES)))
+def test_no_attack_changes_an_action_of_an_atari_memory_within_its_radius(name):
+    """On states that it remembers and on others: sticky actions lead away from the former."""
+    pytest.importorskip("ale_py", reason="Atari needs sortrl[atari]")
+    env_id, policy, _ = open_run(Path(f"zoo:{name}"))
+    states = []
+    for task in (env_id, env_id.replace("84", "84-sticky")):
+        with EnvSlots(task, 1) as slots:
+            obs = slots.reset(0, seed=0)
+            for _ in range(60):
+                obs, _, _ = slots.step(0, int(policy.predict(obs)[0]))
+                states.append(obs.copy())
+    unit = policy.normalize(np.stack(states))
+    certificate = policy.certify_unit(unit)
+    assert (certificate.radius[:60] > 1 / 255).all(), "the way it remembers"
+    eps = torch.from_numpy(0.999 * certificate.radius)
+    hunt = attacks.Ensemble(
+        (attacks.SaltAndPepper(), attacks.PGD(10, surrogate_p=8.0), attacks.Targeted(5), attacks.Square(20)), "hunt"
+    )
+    low, high = valid_range(policy, describe(env_id))
+    for lower, upper in ((low, high), (None, None)):  # pixels that are darker than black must not do it either
+        found = hunt(policy, unit, eps, lower, upper, torch.Generator().manual_seed(0))
+        assert not found.changed.any()
+    wide = hunt(policy, unit, torch.full_like(eps, 0.5), low, high, torch.Generator().manual_seed(0))
+    assert wide.changed.any(), "an attack that never succeeds would prove nothing"
 
 
 def test_halved_weights_are_certified_as_they_are(tmp_path):
