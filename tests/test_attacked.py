@@ -1,4 +1,4 @@
-"""What helps a Lipschitz student: a smoothed teacher, and states that an adversary leads to."""
+"""What helps a Lipschitz student: a smoothed teacher, one that is decided at the start, and states that an adversary leads to."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sortrl.collect import CollectConfig, collect
 from sortrl.distill import DistillConfig, distill
 from sortrl.envs import describe
 from sortrl.errors import SortRLError
-from sortrl.teachers import load_teacher, smoothed
+from sortrl.teachers import decided_at_start, load_teacher, smoothed
 
 CARTPOLE = "CartPole-v1"
 
@@ -57,6 +57,47 @@ def test_an_actor_critic_is_averaged_in_probability():
 def test_a_senseless_sigma_is_refused(sigma):
     with pytest.raises(SortRLError, match="sigma"):
         smoothed(balancer(), sigma)
+
+
+def test_near_the_start_a_teacher_has_one_mind_and_elsewhere_its_own():
+    teacher, radius = balancer(), 0.2
+    decided = decided_at_start(teacher, CARTPOLE, radius)
+    low, high, action = decided.body.low, decided.body.high, decided.body.action
+    near = low + (high - low) * torch.rand(500, 4, generator=torch.Generator().manual_seed(0))
+    push = 0.99 * radius * torch.randn(500, 4, generator=torch.Generator().manual_seed(1)).sign()
+    far = high + 1.01 * radius + torch.rand(500, 4, generator=torch.Generator().manual_seed(2))
+    assert len(teacher.scores(near + push).argmax(1).unique()) == 2  # it had two before
+    assert (decided.scores(near + push).argmax(1) == action).all()
+    assert torch.equal(decided.scores(far), teacher.scores(far))
+
+
+def test_the_action_at_the_start_is_the_one_with_most_weight_there():
+    class Leaning(torch.nn.Module):
+        """Far from sure of the left in half of the states, and quite sure of the right in the other half."""
+
+        def forward(self, unit: torch.Tensor) -> torch.Tensor:
+            lead = torch.where(unit[:, 0] > 0, torch.tensor(5.0), torch.tensor(-0.1))
+            return torch.stack([torch.zeros_like(lead), lead], 1)
+
+    teacher = load_teacher(Leaning(), env_id=CARTPOLE)
+    assert decided_at_start(teacher, CARTPOLE, 0.1).body.action == 1
+
+
+def test_every_episode_then_begins_with_the_same_label():
+    decided = decided_at_start(balancer(), CARTPOLE, 0.3)
+    labels = {}
+    for name, teacher in (("own", balancer()), ("decided", decided)):
+        data = collect(teacher, CARTPOLE, CollectConfig(states=400, random_actions=0.5, exploration=1.0), seed=0)
+        first = np.append(True, data.episodes[1:] != data.episodes[:-1])
+        labels[name] = set(data.actions[first].tolist())
+    assert labels["own"] == {0, 1}
+    assert labels["decided"] == {decided.body.action}
+
+
+@pytest.mark.parametrize("radius", [0.0, -1.0, float("nan"), float("inf")])
+def test_a_senseless_radius_is_refused(radius):
+    with pytest.raises(SortRLError, match="radius"):
+        decided_at_start(balancer(), CARTPOLE, radius)
 
 
 def test_an_actor_under_attack_plays_what_the_attack_makes_of_the_policy(student):

@@ -156,6 +156,7 @@ API: dict[str, tuple[Callable[[], Any], str]] = {
     "negative rounds": (lambda: robust(dagger_rounds=-1), "dagger_rounds is -1, expected a whole number, at least 0"),
     "noise NaN": (lambda: robust(noise=NAN), "noise is nan, expected a finite number"),
     "smoothing negative": (lambda: robust(smoothing=-1.0), "smoothing is -1.0, expected a finite number"),
+    "start_radius negative": (lambda: robust(start_radius=-1.0), "start_radius is -1.0, expected a finite number"),
     "seed negative": (lambda: robust(seed=-1), "seed is -1, expected a whole number in 0..999"),
     "seed too large": (lambda: robust(seed=1000), "seed is 1000, expected a whole number in 0..999"),
     "unknown attack, before training": (lambda: robust(attack="magic"), "Unknown attack 'magic'"),

@@ -177,6 +177,9 @@ class RobustifyConfig:
     """Make a student that is not trained but remembers the teacher's best episodes (:mod:`sortrl.remember`)."""
     smoothing: float
     """The student learns from the teacher averaged over Gaussian displacements of this size; 0 for the teacher itself."""
+    start_radius: float
+    """Closer than this to where episodes begin, the student learns one action, the one that the teacher prefers there; 0 for
+    the teacher's own choice. It keeps an adversary from deciding a start on the teacher's switching surface."""
     episodes: int
     """Test episodes per point."""
     eps_grid: tuple[float, ...]
@@ -205,7 +208,7 @@ class RobustifyConfig:
             value = getattr(self, name)
             if not isinstance(value, int) or value < least:
                 raise SortRLError(f"robustify: {name} is {value!r}, expected a whole number, at least {least}.")
-        for name in ("noise", "smoothing", "dagger_eps"):
+        for name in ("noise", "smoothing", "start_radius", "dagger_eps"):
             if not 0 <= getattr(self, name) < float("inf"):
                 raise SortRLError(f"robustify: {name} is {getattr(self, name)}, expected a finite number >= 0.")
         if not 0 < self.eps_keep < float("inf"):
@@ -247,6 +250,7 @@ def robustify_config(
         noise=eps if fast else 0.0,
         remember=memory,
         smoothing=0.0,
+        start_radius=0.0,
         episodes=30,
         eps_grid=tuple(round(share * eps, 6) for share in (0.0, 0.5, 1.0, 1.5, 2.0)),
     )

@@ -34,7 +34,7 @@ from sortrl.progress import Report, stage
 from sortrl.records import Demonstrations, Policy, stored_rows
 from sortrl.remember import best_episodes
 from sortrl.suite import LEARNED, evaluate_suite
-from sortrl.teachers import Teacher, load_teacher, smoothed, train_teacher
+from sortrl.teachers import Teacher, decided_at_start, load_teacher, smoothed, train_teacher
 from sortrl.teachers.grading import LOG_FILE
 from sortrl.teachers.load import check_fit
 
@@ -147,7 +147,10 @@ class Run:
         """Data and distillation: everything up to the policy."""
         if (self.directory / "policy.safetensors").exists():
             return nets.load(self.directory)
-        teacher = smoothed(teacher, self.config.smoothing) if self.config.smoothing > 0 else teacher
+        if self.config.smoothing > 0:
+            teacher = smoothed(teacher, self.config.smoothing)
+        if self.config.start_radius > 0:
+            teacher = decided_at_start(teacher, self.env_id, self.config.start_radius)
         data = self.demonstrations(teacher)
         if len(np.unique(data.actions)) == 1:
             raise SortRLError(

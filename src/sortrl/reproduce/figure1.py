@@ -51,7 +51,7 @@ SETTINGS: dict[tuple[str, str], dict[str, Any]] = {
         "lambda_end": 1.0,
         "dagger_rounds": 2,
     },
-    ("paper", "Acrobot-v1"): {"eps": 0.15, "noise": 0.2, "smoothing": 0.0, "dagger_rounds": 1},
+    ("paper", "Acrobot-v1"): {"eps": 0.15, "noise": 0.2, "smoothing": 0.0, "dagger_rounds": 1, "start_radius": 0.3},
     ("paper", "MountainCar-v0"): {
         "eps": 0.1,
         "scale": 2.0,

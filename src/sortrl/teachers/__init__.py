@@ -9,6 +9,7 @@ from sortrl.teachers.normalization import load_normalizer, save_normalizer
 from sortrl.teachers.quantizing import quantized
 from sortrl.teachers.sampling import sampled
 from sortrl.teachers.smoothing import smoothed
+from sortrl.teachers.starting import decided_at_start
 from sortrl.teachers.teacher import Teacher
 from sortrl.teachers.train import train_teacher
 
@@ -20,6 +21,7 @@ __all__ = [
     "PQNConfig",
     "Teacher",
     "TeacherConfig",
+    "decided_at_start",
     "load_normalizer",
     "load_teacher",
     "quantized",
