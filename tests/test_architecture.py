@@ -27,6 +27,7 @@ ORDER = [
     "collect",
     "distill",
     "remember",
+    "boxes",
     "compact",
     "certify",
     "attacks",

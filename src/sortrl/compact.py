@@ -1,15 +1,16 @@
-"""A memory made small: it looks at few pixels, and keeps few states, yet answers every remembered state as before.
+"""A memory made small: it looks at few pixels, and puts states together, yet answers every remembered state as before.
 
-A student that remembers (:mod:`sortrl.remember`) needs its pixels only to tell states of different actions apart, and of the
-states only those whose answer the others would get wrong. Both are chosen with the certificates in mind:
+A student that remembers (:mod:`sortrl.remember`) needs its pixels only to tell states of different actions apart, and states
+of one action may share a memory. Both are chosen with the certificates in mind:
 
 - pixels: a greedy set cover of pairs of states, where a pixel covers a pair that differs there by what their whole pictures
-  differ, or by ``apart`` if that is less. Pairs are sought among the nearest on the pixels chosen so far, until none is left
-  that one more pixel would part. So no radius gets smaller than ``apart / 2`` by the choice.
-- states: Hart's condensed nearest neighbour with a margin. A state may go if, among those kept, the nearest of its own action
-  is nearer than that of every other by ``2 eps``. So no radius gets smaller than ``eps`` by it either.
+  differ, or by ``gap`` if that is less. Pairs are sought among the nearest on the pixels chosen so far, until none is left
+  that one more pixel would part.
+- memories: boxes (:mod:`sortrl.boxes`) that hold many states and stay away from those of other actions as far as the states
+  themselves do, or by ``gap`` if that is less.
 
-Where that is still too large, both are relaxed: states then keep their answers, and less of their radii.
+So no radius gets smaller than ``gap / 2`` by either, up to rounding. Where the result is too large, ``gap`` is lowered: states
+then keep their answers, and less of their radii.
 """
 
 from __future__ import annotations
@@ -25,24 +26,30 @@ import torch
 from torch import Tensor
 
 from sortrl import ops
+from sortrl.boxes import Boxes, Range, cover, greedy_cover
 from sortrl.errors import SortRLError
 from sortrl.nets import SortPolicy
 from sortrl.normalizer import Normalizer
 from sortrl.records import Demonstrations
-from sortrl.remember import rounded, seen_by, set_memories
+from sortrl.remember import seen_by
 
 EPS_KEEP = 20 / 255
 SIZE = 5_000_000
-# What is tried until the memory is small enough: a share of eps, and how many of it pairs are parted by; more than 2, so that
-# a neighbour may stand for a state, and at first more than eps needs.
-RELAXED = ((1.0, 4.8), (1.0, 2.4), (0.5, 2.4), (0.25, 2.4), (0.125, 2.4), (0.0625, 2.4))
+GAPS = (
+    4.8,
+    3.4,
+    2.4,
+    1.2,
+    0.6,
+    0.3,
+    0.12,
+)  # in units of eps, tried until the memory is small enough; 2.4 keeps eps itself
 REPORTED = tuple(k / 255 for k in (1, 5, 15, 40))
 SAMPLE = 512  # states whose radii are compared
 _FIRST_ROWS = 2048  # pixels are sought on this many states first, and on four times as many each time
 _NEAREST = 4  # pairs per state and round
 _ENTRIES = 1 << 25  # numbers per block of distances
 _PAIR_ENTRIES = 1 << 26  # pixels of pairs that are looked at together
-_LARGEST_COVER = 1 << 29
 _TINY = 1e-6
 
 
@@ -54,7 +61,7 @@ class Compacted:
     states: int
     """Remembered, all of which are answered as before."""
     eps_kept: float
-    """Every state keeps a radius of this size, or its own if that was smaller."""
+    """Every state keeps a radius of this size, or its own if that was smaller (less a thousandth, for rounding)."""
     certified_before: tuple[float, ...]
     """Shares of (a sample of) the states with radii above ``REPORTED`` when all pixels and states are kept."""
     certified_after: tuple[float, ...]
@@ -95,8 +102,8 @@ def compact(
 ) -> Compacted:
     """The memory of :func:`sortrl.remember.remember` with few pixels and few states, and the same answer to every state.
 
-    ``eps_keep`` is the radius (unit space) that states keep if they have it; it is lowered, to a sixteenth at most, while
-    the file in half precision would exceed ``size`` bytes. A memory that is still too large then is returned as it is.
+    ``eps_keep`` is the radius (unit space) that states keep if they have it: more than that if there is room, less if the file
+    in half precision would exceed ``size`` bytes otherwise. A memory that cannot be made so small is returned as it is.
     """
     if not 0 < eps_keep < float("inf"):
         raise SortRLError(f"compact: eps_keep is {eps_keep}, expected a positive number in unit space.")
@@ -104,37 +111,54 @@ def compact(
         tuple(demos.obs.shape[1:]), demos.n_actions, 1, 2, 0.0, crop=crop, pool=pool, normalizer=normalizer
     )
     states = _States(demos, front)
-    best: tuple[int, SortPolicy, float] | None = None
-    for share, apart in RELAXED:
-        pixels = choose_pixels(states, apart * share * eps_keep)
-        values = states.on(pixels)
-        kept = condense(values, rounded(values, eps_keep), states.actions, share * eps_keep)
-        stored = stored_bytes(len(kept), len(pixels), front)
-        if best is None or stored < best[0]:
-            best = stored, _policy(front, pixels, values, kept, states.actions, eps_keep), share * eps_keep
-        if stored <= size:
+    for gap in GAPS:
+        pixels = choose_pixels(states, gap * eps_keep)
+        most = (size - stored_bytes(0, len(pixels), front)) // (2 * (len(pixels) + demos.n_actions) + 4)
+        found = _faithful(states, pixels, gap * eps_keep, None if gap == GAPS[-1] else most)
+        if found is not None:
             break
-    assert best is not None
-    _, policy, eps_kept = best
-    answers = np.concatenate([policy.predict(demos.obs[rows])[0] for rows in _blocks(len(demos), 1024)])
-    if (answers != states.actions.numpy()).any():
-        raise SortRLError(
-            f"compact: {int((answers != states.actions.numpy()).sum())} of {len(demos)} states would be answered otherwise. "
-            "They lie too close to each other for numbers of this size; scale the observations."
-        )
+    assert found is not None
+    policy, lost = found
+    eps_kept = max(0.0, gap * eps_keep / 2 - lost)
     rows = np.sort(np.random.default_rng(0).permutation(len(demos))[:SAMPLE])
     before, after = nearest_other(states, rows) / 2, policy.certify(demos.obs[rows]).radius
     shares = [tuple(float((radii > eps).mean()) for eps in REPORTED) for radii in (before, after)]
     return Compacted(policy, len(demos), eps_kept, *shares)
 
 
-def _policy(
-    front: SortPolicy, pixels: list[int], values: Tensor, kept: Tensor, actions: Tensor, eps_keep: float
-) -> SortPolicy:
-    config = replace(front.config, width=len(kept), pixels=tuple(pixels))
+def _faithful(states: _States, pixels: list[int], gap: float, most: int | None) -> tuple[SortPolicy, float] | None:
+    """The policy, and what rounding may have taken from radii; None if it takes too many memories. In half precision, unless
+    states lie so close that this would change an answer."""
+    values = states.on(pixels)
+    possible = values.numpy() if states.levels is None else states.levels
+    low, high = float(possible.min()), float(possible.max())
+    width = 2.0 ** math.ceil(math.log2(max(high - low, 2.0**-10)))  # a power of 2 is exact in any precision
+    for in_half_precision in (True, False):
+        numbers = Range(low + width / 2, width / 2, in_half_precision)
+        boxes = cover(values, states.actions, numbers, gap, most)
+        if boxes is None:
+            return None
+        policy = _policy(states.front, pixels, boxes, width)
+        answers = np.concatenate([policy.predict(states.obs[rows])[0] for rows in _blocks(len(states), 1024)])
+        wrong = int((answers != states.actions.numpy()).sum())
+        if not wrong:
+            return policy, numbers.lost
+    raise SortRLError(
+        f"compact: {wrong} of {len(states)} states would be answered otherwise. They lie too close to each other for numbers "
+        "of this size; scale the observations."
+    )
+
+
+def _policy(front: SortPolicy, pixels: list[int], boxes: Boxes, width: float) -> SortPolicy:
+    """z_a = max_k |y_k - v_a,k| = 2 width - min over boxes of other actions of y_k - offset_k, as in :mod:`sortrl.remember`.
+
+    Distances y are at most 1.5 width, so the terms of the own action, where v is 0.75 width, never count.
+    """
+    config = replace(front.config, width=len(boxes), pixels=tuple(pixels))
     policy = SortPolicy(**vars(config), normalizer=front.normalizer)
-    width = float((values.amax(0) - values.amin(0)).amax())
-    set_memories(policy, rounded(values, eps_keep)[kept], actions[kept], 1.01 * width)
+    own = boxes.actions[None] == torch.arange(policy.n_actions)[:, None]
+    policy.layers[0].weight.copy_(boxes.weight)
+    policy.layers[1].weight.copy_(torch.where(own, 0.75 * width, 2.0 * width + boxes.offset))
     return policy
 
 
@@ -143,7 +167,7 @@ class _States:
 
     def __init__(self, demos: Demonstrations, front: SortPolicy) -> None:
         self.demos, self.front, self.obs = demos, front, demos.obs
-        self._levels = _levels(front) if demos.obs.dtype == np.uint8 and front.config.pool == 1 else None
+        self.levels = _levels(front) if demos.obs.dtype == np.uint8 else None
         size = math.prod(front.obs_shape)
         # Which number of the observation each one of the picture is: cropping leaves them as they are.
         self._places = (
@@ -172,9 +196,9 @@ class _States:
         return self._seen(self.obs[index], slice(None))
 
     def _seen(self, obs: npt.NDArray[np.generic], pixels: Any) -> Tensor:
-        if self._levels is None:
+        if self.levels is None or self.front.config.pool > 1:
             return seen_by(self.front, obs)[:, pixels]
-        return torch.from_numpy(self._levels[obs.reshape(len(obs), -1)[:, self._places[pixels]]])
+        return torch.from_numpy(self.levels[obs.reshape(len(obs), -1)[:, self._places[pixels]]])
 
     def on(self, pixels: list[int], index: npt.NDArray[np.int64] | None = None) -> Tensor:
         """States, all or some, on some pixels: (n, len(pixels))."""
@@ -229,7 +253,7 @@ def _part(
         )
         wanted = differ.amax(1).clamp(max=apart)
         parted = near[some].flatten() >= wanted - _TINY
-        new = _cover((differ >= wanted[:, None] - _TINY)[~parted])
+        new = greedy_cover((differ >= wanted[:, None] - _TINY)[~parted])
         # Where the nearest state is as far as in the whole picture, the radius is what it was, and the others do not matter.
         waiting = torch.ones(len(active), dtype=torch.bool)
         waiting[some] = ~parted.view(len(some), near.shape[1])[:, 0]
@@ -251,102 +275,13 @@ def _strangers(actions: Tensor, active: Tensor, rng: np.random.Generator) -> tup
 def _nearest(values: Tensor, actions: Tensor, active: Tensor) -> tuple[Tensor, Tensor]:
     """Of each active state, how far the nearest states of other actions are, and which; the nearest first."""
     near, who = [], []
-    for rows in active.split(max(1, _ENTRIES // len(values))):
+    for rows in torch.split(active, max(1, _ENTRIES // len(values))):
         distance = ops.max_dist(values[rows], values)
         distance.masked_fill_(actions[rows][:, None] == actions, torch.inf)
         found = distance.topk(min(_NEAREST, len(values)), largest=False)
         near.append(found.values)
         who.append(found.indices)
     return torch.cat(near), torch.cat(who)
-
-
-def _cover(covers: Tensor) -> list[int]:
-    """Columns that cover all rows of a boolean matrix that can be, found greedily."""
-    chosen = []
-    counts = covers.sum(0)
-    while len(covers) and int(counts.max()) > 0:
-        best = int(counts.argmax())
-        hit = covers[:, best]
-        counts -= covers[hit].sum(0)
-        covers = covers[~hit]
-        chosen.append(best)
-    return chosen
-
-
-def condense(states: Tensor, memories: Tensor, actions: Tensor, eps: float) -> Tensor:
-    """Which states (n, pixels) to keep, as ``memories`` (n, pixels; the same, perhaps rounded), in ascending order.
-
-    Every other state is then nearer to one of its own action than to any of the others by more than ``2 eps``.
-
-    >>> states = torch.tensor([[0.0], [0.1], [0.2], [1.0], [1.1]])
-    >>> condense(states, states, torch.tensor([0, 0, 0, 1, 1]), eps=0.05).shape
-    torch.Size([2])
-    """
-    margin = 2.0 * eps * (1.0 + 1e-3) + _TINY  # more than rounding takes from a certificate
-    kept, near = _hart(states, memories, actions, margin)
-    while True:
-        fewer = _needed(states, memories, actions, kept, near, margin)
-        if len(fewer) == len(kept):
-            return kept
-        kept, near = fewer, _distances(states, memories, actions, fewer)
-
-
-def _margins(near: Tensor, actions: Tensor) -> Tensor:
-    """How much nearer the own action is than the nearest other one; ``near`` is (actions, states)."""
-    own = near.gather(0, actions[None])[0]
-    others = near.scatter(0, actions[None], torch.inf).amin(0)
-    return torch.where(own.isinf(), -torch.inf, others - own)
-
-
-def _hart(states: Tensor, memories: Tensor, actions: Tensor, margin: float) -> tuple[Tensor, Tensor]:
-    """Keep what is not answered well enough by what is kept, until nothing is left. Also returns the distances to it."""
-    near = torch.full((int(actions.max()) + 1, len(states)), torch.inf)
-    kept = torch.zeros(len(states), dtype=torch.bool)
-    order = torch.from_numpy(np.random.default_rng(0).permutation(len(states)))
-    while len(bad := order[((_margins(near, actions) < margin) & ~kept)[order]]):
-        for block in torch.split(bad, 256):
-            block = block[_margins(near[:, block], actions[block]) < margin]
-            if not len(block):
-                continue
-            distance = ops.max_dist(memories[block], states)
-            for row, index in enumerate(block.tolist()):
-                if float(_margins(near[:, index, None], actions[index, None])) < margin:
-                    own = near[actions[index]]
-                    torch.minimum(own, distance[row], out=own)
-                    kept[index] = True
-    return torch.nonzero(kept)[:, 0], near
-
-
-def _distances(states: Tensor, memories: Tensor, actions: Tensor, kept: Tensor) -> Tensor:
-    """How far (actions, n) the nearest kept memory of each action is."""
-    near = torch.full((int(actions.max()) + 1, len(states)), torch.inf)
-    for action in sorted(set(actions[kept].tolist())):
-        own = kept[actions[kept] == action]
-        blocks = torch.arange(len(states)).split(max(1, _ENTRIES // len(own)))
-        near[action] = torch.cat([ops.max_dist(states[rows], memories[own]).amin(1) for rows in blocks])
-    return near
-
-
-def _needed(states: Tensor, memories: Tensor, actions: Tensor, kept: Tensor, near: Tensor, margin: float) -> Tensor:
-    """Of what is kept, enough for the margin of every state that has it, found greedily: a set cover per action.
-
-    Removing memories only takes those of other actions further away, so it is enough to look at the own action.
-    """
-    others = near.scatter(0, actions[None], torch.inf).amin(0)
-    result = []
-    for action in sorted(set(actions[kept].tolist())):
-        own, mine = kept[actions[kept] == action], torch.nonzero(actions == action)[:, 0]
-        if len(own) * len(mine) > _LARGEST_COVER:
-            result.append(own)
-            continue
-        blocks = mine.split(max(1, _ENTRIES // len(own)))
-        serves = torch.cat(
-            [ops.max_dist(states[rows], memories[own]) <= others[rows, None] - margin for rows in blocks]
-        )
-        alone = torch.isin(own, mine[~serves.any(1)])  # kept although its margin is less: nothing can stand for it
-        serves = serves[~serves[:, alone].any(1)]
-        result += [own[alone], own[_cover(serves)]]
-    return torch.cat(result).sort().values
 
 
 def nearest_other(states: _States, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:

@@ -17,7 +17,6 @@ It says nothing about states that are unlike everything it remembers, and should
 from __future__ import annotations
 
 import hashlib
-import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -110,27 +109,13 @@ def remember(
     policy = SortPolicy(shape, demos.n_actions, len(demos), 2, 0.0, crop=crop, pool=pool, normalizer=normalizer)
     states = torch.cat([seen_by(policy, part) for part in np.array_split(demos.obs, -(-len(demos) // 1024))])
     # No two memories are further apart than the box around all of them is wide.
-    set_memories(policy, states, torch.from_numpy(demos.actions), float((states.amax(0) - states.amin(0)).amax()))
+    width = float((states.amax(0) - states.amin(0)).amax())
+    own = torch.from_numpy(demos.actions)[None] == torch.arange(demos.n_actions)[:, None]
+    policy.layers[0].weight.copy_(states)
+    policy.layers[1].weight.copy_(torch.where(own, 0.5 * width, 1.5 * width))
     return policy
-
-
-@torch.no_grad()
-def set_memories(policy: SortPolicy, memories: Tensor, actions: Tensor, width: float) -> None:
-    """Write memories (width of the policy, inputs) and their actions into two max layers; ``width`` is the largest distance
-    from a memory that an input can have."""
-    far = 2.0 ** math.ceil(math.log2(max(width, 2.0**-10)))  # a power of 2 is exact in any precision
-    own = actions[None] == torch.arange(policy.n_actions)[:, None]
-    policy.layers[0].weight.copy_(memories)
-    policy.layers[1].weight.copy_(torch.where(own, 0.5 * far, 1.5 * far))
 
 
 def seen_by(policy: SortPolicy, obs: npt.NDArray[np.generic]) -> Tensor:
     """What the front ends of a policy leave of raw observations, flat."""
     return policy.front(policy.normalize(obs)).flatten(1)
-
-
-def rounded(states: Tensor, eps: float) -> Tensor:
-    """Numbers that half precision can hold, so that storing them loses nothing; or as they are, if that were a hundredth of
-    ``eps`` away."""
-    half = states.half().float()
-    return half if bool(((half - states).abs() <= 0.01 * eps).all()) else states
