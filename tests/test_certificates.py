@@ -133,6 +133,7 @@ def test_the_bound_is_not_idle():
     [
         {"pool": 2},
         {"pool": 3, "scale": 5.0},
+        {"pool": 2, "scale": 5.0, "pixels": (3, 0, 2)},
         {"crop": (1, 0, 0, 2), "pool": 2},
         {"conv": ((3, 3, 2),), "scale": 3.0},
         {"conv": ((3, 3, 1), (2, 2, 2)), "crop": (1, 0, 0, 2)},

@@ -28,6 +28,7 @@ LOST_IN_HALF, LOST = 2.0**-10, 2.0**-20
 _SIDE = 0.02  # what a side costs besides the share of friends that it loses
 _SEEDS = 32  # boxes that are grown side by side
 _NEAR, _ANY = 192, 64  # states that a box is grown with at first: the nearest, and any
+_TRIED = 48  # sides that are compared each time, those that hold most states off
 _MORE = 96  # states that it is held back from in each further round
 _ROUNDS = 100
 _LARGEST_COVER = 1 << 29
@@ -113,7 +114,8 @@ class _Grower:
         boxes = [_Box(self.numbers[seed]) for seed in seeds.tolist()]
         for row, box in enumerate(boxes):
             outside = self._some(distance[row].masked_fill(own[row], torch.inf))
-            box.friends = self.numbers[self._some(distance[row].masked_fill(~own[row] | covered, torch.inf))]
+            friends = self._some(distance[row].masked_fill(~own[row] | covered, torch.inf))
+            box.friends = _twice(self.numbers[friends])
             box.hold(self.numbers[outside], need[row].numpy()[outside])
         waiting = [row for row, box in enumerate(boxes) if not box.failed]
         for _ in range(_ROUNDS):
@@ -148,53 +150,52 @@ class _Grower:
 
 
 class _Box:
-    """A box in the making. Where a number would need a side above and one below, it fails, and becomes its seed alone."""
+    """A box in the making. Where a number would need a side above and one below, it fails, and becomes its seed alone.
 
-    friends: Floats
-    """States of the same action, those that the box still holds."""
+    Numbers are taken twice, as they are and negated, so that every side is a largest number.
+    """
 
     def __init__(self, seed: Floats) -> None:
         self.seed = seed
-        self.side = np.zeros(len(seed), np.int8)  # 1: x <= limit, -1: x >= limit
-        self.limit = np.zeros_like(seed)
+        self.friends = _twice(seed[None][:0])
+        """States of the same action, those that the box still holds."""
+        self.limit = np.full(2 * len(seed), np.inf, np.float32)
         self.failed = False
 
     def weight(self, numbers: Range) -> Floats:
         """The row of the first layer."""
-        limit = self.limit - self.side * np.float32(numbers.half)
-        sided: Floats = np.where(self.side == 0, np.float32(numbers.centre), limit)
-        return self.seed if self.failed else sided
+        above, below = np.split(self.limit, 2)
+        half = np.float32(numbers.half)
+        sided = np.where(np.isfinite(below), half - below, np.float32(numbers.centre))
+        return self.seed if self.failed else np.where(np.isfinite(above), above - half, sided).astype(np.float32)
 
     def hold(self, states: Floats, need: Floats) -> None:
         """Add sides until all of some states are outside by what they need: a set cover, weighted by the friends lost."""
-        need = need[:, None]
-        above, below = states - self.seed >= need - _TINY, self.seed - states >= need - _TINY
-        above[:, self.side < 0] = False
-        below[:, self.side > 0] = False
-        while len(states):
-            # The most open side that still holds off what it can hold off.
-            highest = np.where(above, states - need, np.inf).min(0)
-            lowest = np.where(below, states + need, -np.inf).max(0)
-            highest = np.where(self.side > 0, np.minimum(highest, self.limit), highest)
-            lowest = np.where(self.side < 0, np.maximum(lowest, self.limit), lowest)
-            lost = [(self.friends > highest).mean(0), (self.friends < lowest).mean(0)] if len(self.friends) else [0, 0]
-            gain = [above.sum(0) / (_SIDE + lost[0]), below.sum(0) / (_SIDE + lost[1])]
-            up, down = int(gain[0].argmax()), int(gain[1].argmax())
-            if max(gain[0][up], gain[1][down]) == 0:
+        states, seed = _twice(states), _twice(self.seed[None])[0]
+        most = states - need[:, None]  # the largest limit that holds a state off
+        covers = most >= seed - _TINY
+        covers[:, np.roll(np.isfinite(self.limit), len(self.seed))] = False  # the other side of a number that has one
+        counts = covers.sum(0)
+        while len(most):
+            best = np.argpartition(counts, -_TRIED)[-_TRIED:] if len(counts) > _TRIED else np.arange(len(counts))
+            best = best[counts[best] > 0]
+            if not len(best):
                 self.failed = True
                 return
-            if gain[0][up] >= gain[1][down]:
-                pixel, held = up, above[:, up]
-                self.side[pixel], self.limit[pixel] = 1, max(highest[pixel], self.seed[pixel])
-                self.friends = self.friends[self.friends[:, pixel] <= self.limit[pixel]]
-                below[:, pixel] = False
-            else:
-                pixel, held = down, below[:, down]
-                self.side[pixel], self.limit[pixel] = -1, min(lowest[pixel], self.seed[pixel])
-                self.friends = self.friends[self.friends[:, pixel] >= self.limit[pixel]]
-                above[:, pixel] = False
-            states, need = states[~held], need[~held]
-            above, below = above[~held], below[~held]
+            limits = np.minimum(np.where(covers[:, best], most[:, best], np.inf).min(0), self.limit[best])
+            lost = (self.friends[:, best] > limits).sum(0) / max(1, len(self.friends))
+            chosen = int((counts[best] / (_SIDE + lost)).argmax())
+            side = int(best[chosen])
+            self.limit[side] = max(limits[chosen], seed[side])
+            self.friends = self.friends[self.friends[:, side] <= self.limit[side]]
+            held, other = covers[:, side], (side + len(self.seed)) % len(seed)
+            counts -= covers[held].sum(0)
+            covers, most = covers[~held], most[~held]
+            covers[:, other], counts[other] = False, 0
+
+
+def _twice(states: Floats) -> Floats:
+    return np.concatenate([states, -states], 1)
 
 
 def _needed(boxes: Boxes, states: Tensor, actions: Tensor, lost: float) -> Tensor:
