@@ -147,7 +147,7 @@ class Run:
             return nets.load(self.directory)
         teacher = smoothed(teacher, self.config.smoothing) if self.config.smoothing > 0 else teacher
         data = self.demonstrations(teacher)
-        if len(np.unique(data.actions)) == 1:
+        if len(np.unique(data.actions)) == 1 and not self.config.remember:  # a memory keeps what was played, not labels
             raise SortRLError(
                 f"{teacher.name} plays action {data.actions[0]} in all of {len(data)} states, so there is nothing to learn "
                 "from it. Train it longer, or give the normalisation that belongs to it (vecnormalize)."
