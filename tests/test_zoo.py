@@ -83,6 +83,20 @@ def test_no_attack_changes_an_action_of_an_atari_memory_within_its_radius(name):
     assert wide.changed.any(), "an attack that never succeeds would prove nothing"
 
 
+@pytest.mark.parametrize("name", sorted({"jumper", "coinrun"} & set(ENTRIES)))
+def test_a_memory_plays_the_levels_of_its_card_again(name):
+    """A level is a deterministic game, and so is its memory: the return is the one on the card, not about that."""
+    pytest.importorskip("envpool", reason="ProcGen needs sortrl[procgen]")
+    card = zoo.card(zoo.entry(name))
+    stated = next(row for row in card["returns"] if row["policy"] == "student" and row["eps"] == 0)
+    policy = sortrl.load(f"zoo:{name}")
+    # The seeds of any evaluation with up to 200 episodes mean the levels from 0 on.
+    result = sortrl.evaluate(policy, card["env"], episodes=stated["episodes"], seed=7)
+    assert result.mean == stated["mean"] > 0
+    attacked = sortrl.evaluate(policy, card["env"], attacks.PGD(2), 5 / 255, 3, seed=7)
+    assert attacked.returns.tolist() == result.returns[:3].tolist()
+
+
 def test_halved_weights_are_certified_as_they_are(tmp_path):
     """The file holds halves, the policy computes with floats: the independent checker agrees on scores and hash."""
     file = zoo.locate("zoo:cartpole") / "policy.safetensors"
@@ -160,7 +174,8 @@ def test_a_teacher_that_was_given_is_not_passed_on(tmp_path):
 
 @pytest.mark.parametrize("name", ENTRIES)
 def test_an_entry_can_be_watched(name, tmp_path, monkeypatch, capsys):
-    pytest.importorskip("minatar") if name == "breakout" else None
+    needed = {"breakout": "minatar", "jumper": "envpool", "coinrun": "envpool"}.get(name)
+    pytest.importorskip(needed) if needed else None
     monkeypatch.chdir(tmp_path)
     main(["watch", f"zoo:{name}", "--max-steps", "3"])
     assert (tmp_path / "runs" / f"zoo-{name}" / "episode.gif").exists()

@@ -152,7 +152,7 @@ class Run:
         if self.config.start_radius > 0:
             teacher = decided_at_start(teacher, self.env_id, self.config.start_radius)
         data = self.demonstrations(teacher)
-        if len(np.unique(data.actions)) == 1:
+        if len(np.unique(data.actions)) == 1 and not self.config.remember:  # a memory keeps what was played, not labels
             raise SortRLError(
                 f"{teacher.name} plays action {data.actions[0]} in all of {len(data)} states, so there is nothing to learn "
                 "from it. Train it longer, or give the normalisation that belongs to it (vecnormalize)."
