@@ -19,6 +19,7 @@ from sortrl.report.charts import episode_chart
 from sortrl.report.figures import save_png
 from sortrl.report.run import read_run
 from sortrl.reproduce import atari, compute_lines, procgen
+from sortrl.reproduce.cells import figure
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
@@ -119,6 +120,18 @@ def atari_table(results: dict[str, Any]) -> str:
     return "\n".join(atari.table_lines(results))
 
 
+def teachers_table(results: dict[str, Any]) -> str:
+    """What the teachers of Atari's students cost, from the cards of the zoo, beside their clean returns in table 1."""
+    lines = ["| game | steps | frames | hours, beside other work | clean return |", "|---|---|---|---|---|"]
+    for entry in results["cells"]:
+        cell, card = entry["cell"], ROOT / "zoo" / entry["cell"]["game"].lower() / "card.json"
+        if (cell["agent"], cell["attack"]) == (atari.TEACHER, "none") and card.exists():
+            cost = json.loads(card.read_text())["teacher_training"]
+            numbers = f"{cost['step']:,} | {4 * cost['step']:,} | {cost['hours']:.1f}"
+            lines.append(f"| {cell['game']} | {numbers} | {figure(entry['mean'], entry['sem'])} |")
+    return "\n".join(lines)
+
+
 def measured_table(results: dict[str, Any]) -> str:
     return "\n".join(atari.table_lines(results, with_quoted=False))
 
@@ -160,6 +173,7 @@ TABLES = {
     "fig1": ("fig1", fig1_table),
     "suites": ("fig1", suites_table),
     "table1": ("table1", atari_table),
+    "teachers84": ("table1", teachers_table),
     "table1-measured": ("table1", measured_table),
     "table1-sticky": ("table1", sticky_table),
     "table2": ("table2", procgen_table),
