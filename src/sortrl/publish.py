@@ -89,7 +89,7 @@ def _card(name: str, results: dict[str, Any], agreement: float | None, files: di
         "env": results["env"]["id"],
         "teacher": results["teacher"]["name"],
         "policy": results["policy"],
-        "command": results["command"],
+        "command": without_folders(results["command"]),
         "seed": results["seed"],
         "eps": results["config"]["eps"],
         "preset": results["config"]["preset"],
@@ -101,6 +101,15 @@ def _card(name: str, results: dict[str, Any], agreement: float | None, files: di
         "machine": results["machine"],
         "files": files,
     }
+
+
+def without_folders(command: str) -> str:
+    """A command without the folders of the machine it ran on.
+
+    >>> without_folders("sortrl robustify sortrl/Jumper-train-v0 --teacher /data/ppo.pt")
+    'sortrl robustify sortrl/Jumper-train-v0 --teacher ppo.pt'
+    """
+    return " ".join(Path(part).name if Path(part).is_absolute() else part for part in command.split(" "))
 
 
 def described(where: Path) -> str:
