@@ -106,7 +106,7 @@ def _card(
         "teacher": results["teacher"]["name"],
         "teacher_training": training,
         "policy": results["policy"],
-        "command": results["command"],
+        "command": without_folders(results["command"]),
         "seed": results["seed"],
         "eps": results["config"]["eps"],
         "preset": results["config"]["preset"],
@@ -118,6 +118,15 @@ def _card(
         "machine": results["machine"],
         "files": files,
     }
+
+
+def without_folders(command: str) -> str:
+    """A command without the folders of the machine it ran on.
+
+    >>> without_folders("sortrl robustify sortrl/Jumper-train-v0 --teacher /data/ppo.pt")
+    'sortrl robustify sortrl/Jumper-train-v0 --teacher ppo.pt'
+    """
+    return " ".join(Path(part).name if Path(part).is_absolute() else part for part in command.split(" "))
 
 
 def described(where: Path) -> str:
