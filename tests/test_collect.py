@@ -192,7 +192,9 @@ def test_focus_spends_tries_where_none_was_good_twice(teacher):
         demos = collect(teacher, "sortrl-test/Doors-v0", config)
         doors, early = demos.obs[:, 1].astype(int), np.arange(400) < 200
         assert set(doors[early]) == {0, 1, 2, 3}
-        assert (doors[~early] == 3).mean() > 0.95, "the episodes under way when the focus begins are played to their end"
+        assert (doors[~early] == 3).mean() > 0.95, (
+            "the episodes under way when the focus begins are played to their end"
+        )
     finally:
         del gym.registry["sortrl-test/Doors-v0"]
 
