@@ -24,6 +24,7 @@ ORDER = [
     "certified_return",
     "checkpoint",
     "teachers",
+    "starts",
     "collect",
     "distill",
     "remember",
