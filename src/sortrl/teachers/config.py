@@ -207,8 +207,8 @@ TEACHERS: dict[str, TeacherConfig] = {
         gamma=0.999,
         ent_coef=0.01,
     ),
-    # Seven minutes on one core. Grades of 40 episodes differ by one point by chance alone, too much to choose the best by.
-    "sortrl/Coinrun-train-v0": ImagePPOConfig(total_steps=786_432, target_return=9.0, eval_episodes=100),
+    # Grades of 40 episodes differ by one point by chance alone, too much to choose the best by.
+    "sortrl/Coinrun-train-v0": ImagePPOConfig(total_steps=8_126_464, target_return=9.0, eval_episodes=100),
     "sortrl/Jumper-train-v0": ImagePPOConfig(total_steps=25_034_752, target_return=8.0),
 }
 
