@@ -30,6 +30,7 @@ ORDER = [
     "remember",
     "boxes",
     "compact",
+    "rounding",
     "certify",
     "attacks",
     "timing",

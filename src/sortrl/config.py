@@ -10,10 +10,11 @@ from sortrl.collect import CollectConfig
 from sortrl.compact import EPS_KEEP, SIZE
 from sortrl.distill import PRESETS, DistillConfig
 from sortrl.errors import SortRLError
+from sortrl.rounding import RoundingConfig
 from sortrl.teachers import TeacherConfig, teacher_preset
 
-Preset = Literal["fast", "paper", "memory"]
-RECIPES: dict[str, DistillConfig] = {**PRESETS, "memory": PRESETS["fast"]}
+Preset = Literal["fast", "paper", "memory", "rounded"]
+RECIPES: dict[str, DistillConfig] = {**PRESETS, "memory": PRESETS["fast"], "rounded": PRESETS["fast"]}
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,8 @@ class Task:
     """Fields of ``RobustifyConfig`` and ``DistillConfig`` that differ from the ``fast`` preset's, for normalising teachers."""
     memory: dict[str, Any] = field(default_factory=dict)
     """Likewise for the ``memory`` preset."""
+    rounded: dict[str, Any] = field(default_factory=dict)
+    """Likewise for the ``rounded`` preset, with the fields of ``RoundingConfig``."""
 
 
 # Students of large images: convolutions, of which the last sees everything, one sort layer and a linear head.
@@ -198,6 +201,13 @@ class RobustifyConfig:
     that is smaller; less only if the student would be too large otherwise."""
     memory_bytes: int = SIZE
     """How large a student that remembers may be in half precision, as the zoo stores it."""
+    rounding: RoundingConfig | None = None
+    """Make a student that sees rounded pixels (:mod:`sortrl.rounding`), trained like this; ``distill`` then says nothing."""
+
+    @property
+    def training(self) -> DistillConfig | RoundingConfig:
+        """How the student is trained."""
+        return self.distill if self.rounding is None else self.rounding
 
     def __post_init__(self) -> None:
         for name, least in (
@@ -236,8 +246,8 @@ def robustify_config(
     if preset not in RECIPES:
         raise SortRLError(f"Unknown preset {preset!r}; choose one of {', '.join(RECIPES)}.")
     fast = preset == "fast"  # the printed recipe has the teacher's own greedy states alone
-    memory = preset == "memory"
-    states = CollectConfig(states=50_000, exploration=0.5 if fast else 0.0)
+    memory, rounded = preset == "memory", preset == "rounded"
+    states = CollectConfig(states=50_000, exploration=0.5 if fast or rounded else 0.0)
     if memory:  # many tries from every start, so that one of them is good
         states = CollectConfig(states=200_000, exploration=1.0, slots=64)
     config = RobustifyConfig(
@@ -246,7 +256,7 @@ def robustify_config(
         teacher_config=teacher_preset(env_id) if train_teacher else None,
         collect=states,
         distill=replace(RECIPES[preset], eps=eps),
-        dagger_rounds=1 if fast else 0,
+        dagger_rounds=1 if fast or rounded else 0,
         dagger_states=20_000,
         dagger_eps=0.0,
         noise=eps if fast else 0.0,
@@ -255,20 +265,20 @@ def robustify_config(
         start_radius=0.0,
         episodes=30,
         eps_grid=tuple(round(share * eps, 6) for share in (0.0, 0.5, 1.0, 1.5, 2.0)),
+        rounding=RoundingConfig() if rounded else None,
     )
-    own = task.fast if fast else {name: task.fast[name] for name in MEASURED if memory and name in task.fast}
-    own = own | (task.memory if memory else {})
+    own = task.fast if fast else {name: task.fast[name] for name in MEASURED if preset != "paper" and name in task.fast}
+    own = own | {"memory": task.memory, "rounded": task.rounded}.get(preset, {})
     return _with_changes(config, {**own, **{k: v for k, v in changes.items() if v is not None}})
 
 
 def _with_changes(config: RobustifyConfig, changes: dict[str, Any]) -> RobustifyConfig:
-    own, training = RobustifyConfig.__dataclass_fields__, DistillConfig.__dataclass_fields__
+    own, training = RobustifyConfig.__dataclass_fields__, config.training.__dataclass_fields__
     for name in changes:
         if name not in own and name not in training:
             close = difflib.get_close_matches(name, [*own, *training], n=1)
             raise SortRLError(f"robustify has no option {name!r}." + (f" Did you mean {close[0]!r}?" if close else ""))
     # All at once, because some are only valid together.
     config = replace(config, **{name: value for name, value in changes.items() if name in own})
-    return replace(
-        config, distill=replace(config.distill, **{name: v for name, v in changes.items() if name not in own})
-    )
+    changed: Any = replace(config.training, **{name: v for name, v in changes.items() if name not in own})
+    return replace(config, **{"distill" if config.rounding is None else "rounding": changed})

@@ -7,6 +7,7 @@ unfinished training from its checkpoint.
 from __future__ import annotations
 
 import datetime
+import math
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -33,6 +34,7 @@ from sortrl.nets import CertifiedPolicy
 from sortrl.progress import Report, stage
 from sortrl.records import Demonstrations, Policy, stored_rows
 from sortrl.remember import best_episodes
+from sortrl.rounding import RoundingConfig, distill_rounded
 from sortrl.suite import LEARNED, evaluate_suite
 from sortrl.teachers import Teacher, decided_at_start, load_teacher, smoothed, train_teacher
 from sortrl.teachers.grading import LOG_FILE
@@ -65,8 +67,9 @@ def robustify(
             batches of observations, or None to train one.
         env: id of a Gymnasium environment with discrete actions.
         eps: l_inf size of the perturbations to resist, in the teacher's input units (default: the task's).
-        preset: ``fast``, ``paper`` for the recipe as published, or ``memory`` for a student that is not trained but
-            remembers the teacher's best episodes (:mod:`sortrl.remember`; for tasks with few starts).
+        preset: ``fast``, ``paper`` for the recipe as published, ``memory`` for a student that is not trained but
+            remembers the teacher's best episodes (:mod:`sortrl.remember`; for tasks with few starts), or ``rounded`` for
+            one that sees rounded pixels (:mod:`sortrl.rounding`; for images of few colours).
         out: directory for everything (teacher, data, policy, results.json, report.html). Without it nothing is kept,
             and the evaluation is left to you.
         seed: fixes the run on one machine and thread count.
@@ -74,7 +77,8 @@ def robustify(
         allow_pickle: accept a pickle there.
         command: what to print in the report as the command that made it.
         quiet: no progress on the terminal.
-        changes: replace any field of ``RobustifyConfig`` or ``DistillConfig``, for example ``steps=500``.
+        changes: replace any field of ``RobustifyConfig`` or ``DistillConfig`` (of the preset ``rounded``: ``RoundingConfig``),
+            for example ``steps=500``.
     """
     info = describe(env)
     config = robustify_config(info.env_id, eps, preset, train_teacher=teacher is None, **changes)
@@ -107,6 +111,8 @@ class Run:
         config = _plain(asdict(self.config))
         if not self.config.remember:  # what a memory alone needs: older runs do not mention it
             config = {name: value for name, value in config.items() if name not in ("eps_keep", "memory_bytes")}
+        if config["rounding"] is None:  # likewise, of students that see rounded pixels
+            del config["rounding"]
         for name in ("focus", "spread"):  # likewise
             if not config["collect"][name]:
                 del config["collect"][name]
@@ -162,7 +168,7 @@ class Run:
             return self._finish(self.remembered(training, teacher), [], training, held_out)
         for index in range(1, self.config.dagger_rounds + 1):
             training = merge(training, self.dagger(index, training, held_out, teacher))
-        final = self.distilled("student", training, held_out, teacher, self.config.distill)
+        final = self.distilled("student", training, held_out, teacher, self.config.training)
         return self._finish(final.policy, final.history, training, held_out, final.held_out)
 
     def _finish(
@@ -235,7 +241,7 @@ class Run:
         path = self.directory / f"dagger-{index}.safetensors"
         if path.exists():  # and the provisional student is needed no more
             return load_demonstrations(path)
-        short = replace(self.config.distill, steps=max(1, self.config.distill.steps // 3))
+        short = replace(self.config.training, steps=max(1, self.config.training.steps // 3))
         student = self.distilled(f"provisional student {index}", training, held_out, teacher, short).policy
         seed, eps = self.seed + 10_000 * index, self.config.dagger_eps
         config = CollectConfig(states=self.config.dagger_states, eps_unit=0.0 if eps > 0 else self.config.noise)
@@ -254,7 +260,12 @@ class Run:
         return load_demonstrations(path)
 
     def distilled(
-        self, name: str, training: Demonstrations, held_out: Demonstrations, teacher: Teacher, config: DistillConfig
+        self,
+        name: str,
+        training: Demonstrations,
+        held_out: Demonstrations,
+        teacher: Teacher,
+        config: DistillConfig | RoundingConfig,
     ) -> Distilled:
         folder = self.directory / name.replace(" ", "-")
         with self._stage("distill", f"Distilling the {name}") as progress, _tensorboard(folder) as log:
@@ -263,15 +274,10 @@ class Run:
                 progress(row)
                 log(row)
 
-            return distill(
-                training,
-                teacher.normalizer,
-                config,
-                held_out=held_out,
-                out_dir=folder,
-                seed=self.seed,
-                progress=both,
-            )
+            how: dict[str, Any] = {"held_out": held_out, "out_dir": folder, "seed": self.seed, "progress": both}
+            if isinstance(config, RoundingConfig):
+                return distill_rounded(training, teacher.normalizer, config, self.config.eps, **how)
+            return distill(training, teacher.normalizer, config, **how)
 
     def evaluation(self, policies: dict[str, Policy]) -> list[dict[str, Any]]:
         """Returns of each policy along ``eps_grid``, kept curve by curve; the clean student also gives the certificate."""
@@ -354,9 +360,10 @@ class Run:
             "policy": {
                 "kind": policy.kind,
                 "parameters": policy.parameter_count,
-                "lipschitz": policy.lipschitz,
+                "lipschitz": policy.lipschitz if math.isfinite(policy.lipschitz) else None,
                 **_plain(policy.describe()),
-                "pixels": len(policy.config.pixels),  # how many: which ones is in the policy's file
+                # How many: which ones is in the policy's file.
+                **({"pixels": len(policy.config.pixels)} if hasattr(policy.config, "pixels") else {}),
             },
             "training": training.get("history"),
             "evaluation": evaluation,
@@ -421,7 +428,8 @@ def _tensorboard(folder: Path) -> Iterator[Report]:
 
     def log(row: dict[str, Any]) -> None:
         for name in ("loss", "cross_entropy", "agreement", "certified", "p", "lambda"):
-            writer.add_scalar(f"distill/{name}", row[name], row["step"])
+            if name in row:
+                writer.add_scalar(f"distill/{name}", row[name], row["step"])
 
     try:
         yield log

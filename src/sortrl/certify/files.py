@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from sortrl.errors import SortRLError
 from sortrl.files import read_tensors, write_tensors
-from sortrl.nets import HybridPolicy, SortPolicy
+from sortrl.nets import CertifiedPolicy, HybridPolicy, SortPolicy
 from sortrl.nets.certified import FILE_NAME
 from sortrl.records import Certificate
 
@@ -36,7 +37,7 @@ def weights_hash(tensors: dict[str, Tensor]) -> str:
 
 
 def save_certificates(
-    path: str | Path, policy: SortPolicy | HybridPolicy, unit: Tensor, certificate: Certificate, policy_file: str | Path
+    path: str | Path, policy: CertifiedPolicy, unit: Tensor, certificate: Certificate, policy_file: str | Path
 ) -> None:
     """Write unit-space states (batch, *obs_shape) with their certificates.
 
@@ -58,7 +59,7 @@ def save_certificates(
         "claim": CLAIM,
         "policy": os.path.relpath(file.resolve(), Path(path).resolve().parent),
         "weights_sha256": digest,
-        "lipschitz": policy.lipschitz,
+        "lipschitz": policy.lipschitz if math.isfinite(policy.lipschitz) else None,
         "obs_shape": list(policy.obs_shape),
     }
     tensors = {
@@ -68,7 +69,8 @@ def save_certificates(
         "radius": torch.from_numpy(np.asarray(certificate.radius, dtype=np.float64)),
     }
     # The mixes are the only part of the network that its file does not hold: they follow from rho.
-    tensors |= {f"mix.{index}": layer.mix for index, layer in enumerate(policy.trunk.layers)}
+    if isinstance(policy, (SortPolicy, HybridPolicy)):
+        tensors |= {f"mix.{index}": layer.mix for index, layer in enumerate(policy.trunk.layers)}
     write_tensors(path, tensors, metadata)
 
 

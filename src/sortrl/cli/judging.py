@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from pathlib import Path
 from typing import Annotated, Literal
@@ -219,4 +220,5 @@ def verify(
         raise SortRLError(
             f"{certificates}: {wrong} claim{'s' * (wrong > 1)} of {verdict.states} states do not hold:\n  {shown}"
         )
-    print(f"{verdict.states} certificates hold: actions, radii (L = {verdict.lipschitz:.9g}) and the policy's weights")
+    constant = f" (L = {verdict.lipschitz:.9g})" if math.isfinite(verdict.lipschitz) else ""
+    print(f"{verdict.states} certificates hold: actions, radii{constant} and the policy's weights")

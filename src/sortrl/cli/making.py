@@ -19,7 +19,7 @@ def robustify(
     vecnormalize: Path | None = None,
     allow_pickle: bool = False,
     eps: float | None = None,
-    preset: Literal["fast", "paper", "memory"] = "fast",
+    preset: Literal["fast", "paper", "memory", "rounded"] = "fast",
     out: Path | None = None,
     seed: int = 0,
     steps: int | None = None,
@@ -40,7 +40,8 @@ def robustify(
         allow_pickle: Accept a pickle for --vecnormalize. Only plain arrays are read from it.
         eps: Size of the perturbation to resist, in the teacher's input units (for a normalising teacher: standard deviations).
         preset: fast; paper for the published recipe; memory for a student that is not trained but remembers the teacher's
-            best episodes (for tasks with few starts, such as the training levels of ProcGen).
+            best episodes (for tasks with few starts, such as the training levels of ProcGen); rounded for one that sees rounded
+            pixels (for images of few colours, such as Atari's).
         out: Directory for the run [runs/<env>].
         seed: Fixes the run on one machine and thread count.
         steps: Optimiser steps of the distillation.

@@ -5,7 +5,8 @@ from pathlib import Path
 from sortrl import zoo
 from sortrl.errors import SortRLError
 from sortrl.nets.certified import CertifiedPolicy, load_policy
-from sortrl.nets.hybrid import HybridConfig, HybridPolicy, IntervalHead
+from sortrl.nets.hybrid import HybridConfig, HybridPolicy
+from sortrl.nets.intervals import IntervalHead
 from sortrl.nets.layers import (
     AveragePool,
     BoundedConv,
@@ -18,6 +19,7 @@ from sortrl.nets.layers import (
     truncated_mix,
 )
 from sortrl.nets.policy import PolicyConfig, SortPolicy
+from sortrl.nets.rounded import RoundedConfig, RoundedPolicy, Rounding
 
 __all__ = [
     "AveragePool",
@@ -30,6 +32,9 @@ __all__ = [
     "MeanShift",
     "Pixels",
     "PolicyConfig",
+    "RoundedConfig",
+    "RoundedPolicy",
+    "Rounding",
     "Scale",
     "SortConv",
     "SortLinear",
@@ -44,18 +49,19 @@ def sort_layers_only(policy: CertifiedPolicy, what: str) -> SortPolicy:
     """The policy, if it is made of sort layers alone; an error that says what cannot be done with it otherwise."""
     if not isinstance(policy, SortPolicy):
         raise SortRLError(
-            f"{what} needs a policy of sort layers alone, and this one is of kind {policy.kind!r} (with linear layers). "
-            "Distil it with head=None."
+            f"{what} needs a policy of sort layers alone, and this one is of kind {policy.kind!r} (with ordinary layers). "
+            "Distil it with head=None and the preset 'fast'."
         )
     return policy
 
 
-def load(path: str | Path) -> SortPolicy | HybridPolicy:
+def load(path: str | Path) -> SortPolicy | HybridPolicy | RoundedPolicy:
     """A saved policy of any kind, from its directory or the file itself, or from the zoo (``"zoo:NAME"``).
 
     >>> load("zoo:cartpole").n_actions
     2
     """
-    policy = load_policy(zoo.locate(path), {SortPolicy.kind: SortPolicy, HybridPolicy.kind: HybridPolicy})
-    assert isinstance(policy, SortPolicy | HybridPolicy)
+    kinds = (SortPolicy, HybridPolicy, RoundedPolicy)
+    policy = load_policy(zoo.locate(path), {kind.kind: kind for kind in kinds})
+    assert isinstance(policy, kinds)
     return policy

@@ -219,7 +219,7 @@ def _prefix(tensors: Mapping[str, Tensor]) -> str:
 
 def _check_shapes(kind: Any, config: dict[str, Any], normalizer: Normalizer, tensors: Mapping[str, Tensor]) -> None:
     """Compare tensors with the configuration on the meta device, before any memory is spent on what a file claims."""
-    layers = int(config["depth"]) + sum(len(config.get(name, ())) for name in ("conv", "bounded_conv", "hidden"))
+    layers = int(config.get("depth", 1)) + sum(len(config.get(name, ())) for name in ("conv", "bounded_conv", "hidden"))
     if layers > len(tensors) or normalizer.obs_shape != config["obs_shape"]:
         raise SortRLError(
             f"weights do not fit the configuration. {len(tensors)} tensors and observations {normalizer.obs_shape} for "

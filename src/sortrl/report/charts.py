@@ -186,18 +186,27 @@ def training_chart(run: Run) -> Chart | None:
         Line("agreement with the teacher", "agreement", x, tuple(point.agreement for point in points), dash=1),
         Line("certified at ε", "student", x, tuple(point.certified for point in points)),
     )
+    shares = Axis("batch share", 0.0, 1.04, axis("", 0.0, 1.0, percent=True, most=5).ticks)
+    panels, caption = (
+        [Panel(steps, shares, lines=curves)],
+        (
+            "Share of each batch on which the student plays the teacher's action, and on which that action is certified at ε, by the "
+            "network being trained."
+        ),
+    )
+    exponents = [point.p for point in points if point.p is not None]
+    weights = [point.weight for point in points if point.weight is not None]
+    if len(exponents) == len(weights) == len(points):
+        panels += [_exponent_panel(steps, x, exponents), _weight_panel(steps, x, weights)]
+        caption += (
+            " Below: the exponent p of its norms, which rises to ∞ (only then is it the network that is certified), and the "
+            "weight λ of the cross-entropy, which falls to make room for the margin."
+        )
     return Chart(
         "training",
         "Training",
-        (
-            Panel(steps, Axis("batch share", 0.0, 1.04, axis("", 0.0, 1.0, percent=True, most=5).ticks), lines=curves),
-            _exponent_panel(steps, x, [point.p for point in points]),
-            _weight_panel(steps, x, [point.weight for point in points]),
-        ),
-        "Top: share of each batch on which the student plays the teacher's action, and on which that action is "
-        "certified at ε, by the network being trained. Below: the exponent p of its norms, which rises to ∞ (only then "
-        "is it the network that is certified), and the weight λ of the cross-entropy, which falls to make room for the "
-        "margin.",
+        tuple(panels),
+        caption,
         f"Training over {number(x[-1])} steps: agreement ends at {percent(points[-1].agreement)}, "
         f"certified share at {percent(points[-1].certified)}.",
     )

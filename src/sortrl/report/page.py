@@ -13,7 +13,7 @@ from sortrl.files import regular_file, write_text
 from sortrl.report.chart import Chart
 from sortrl.report.charts import KEYS, charts
 from sortrl.report.figures import save_png
-from sortrl.report.run import Run, Settings, read_run
+from sortrl.report.run import ROUNDED, Run, Settings, Student, read_run
 from sortrl.report.style import style_sheet
 from sortrl.report.summary import markdown
 from sortrl.report.svg import draw, legend
@@ -103,9 +103,29 @@ Beside this page: report.md, the tables as text; figures/, the charts as PNG.</f
 
 def _about(run: Run) -> str:
     source = f" ({run.teacher_source})" if run.teacher_source else ""
-    student = f"SortNet, {run.student.depth} layers of {run.student.width}, {number(run.student.parameters)} parameters"
+    student = f"{_network(run.student)}, {number(run.student.parameters)} parameters"
     parts = (f"Teacher: {run.teacher}{source}", f"Student: {student}", f"Seed {run.seed}", run.started)
     return "\n".join(f"<span>{escape(part)}</span>" for part in parts)
+
+
+def _network(student: Student) -> str:
+    if student.kind == ROUNDED:
+        return "thresholds on pixels, then convolutions and linear layers"
+    behind = ", with linear layers behind them" if student.kind == "hybrid" else ""
+    return f"SortNet, {student.depth} layers of {student.width}{behind}"
+
+
+def _proof(student: Student) -> str:
+    """Where a radius comes from."""
+    if student.kind == ROUNDED:
+        return """Every pixel is compared with thresholds, so nothing changes until one of them is crossed; where some can be,
+intervals bound what the network makes of it."""
+    if student.kind == "hybrid":
+        return """The sort layers are Lipschitz, which bounds how far their outputs can move, and intervals bound what the linear
+layers make of that."""
+    assert student.lipschitz is not None
+    return f"""The radius is half the gap between the best score and the next, divided by the network's l<sub>∞</sub> Lipschitz
+constant ({escape(short(student.lipschitz))})."""
 
 
 def _unbroken(text: str) -> str:
@@ -199,8 +219,7 @@ such attack, if the environment's own randomness stays the same.</li>
 """
     return f"""<h2>What the certificate means</h2>
 <p>A decision with radius <i>r</i> stays the same whatever is done to the observation, as long as every component moves
-by less than <i>r</i> in unit space. The radius is half the gap between the best score and the next, divided by the
-network's l<sub>∞</sub> Lipschitz constant ({escape(short(run.student.lipschitz))}); rounding errors are allowed for.
+by less than <i>r</i> in unit space. {_proof(run.student)} Rounding errors are allowed for.
 It is a proof about the network, not the outcome of an attack, so no cleverer attack can break it.</p>
 <p><b>Unit space</b> is the policy's own input: each component of the observation minus its mean, divided by its
 scale.</p>

@@ -13,6 +13,7 @@ from sortrl.report.reader import Reader
 
 SCHEMA = 1
 INFINITE_P = 1e9  # how results.json, which has no infinity, writes p = infinity
+ROUNDED = "rounded"  # the kind of students without sort layers
 Settings = tuple[tuple[str, str], ...]
 
 
@@ -37,13 +38,13 @@ class Row:
 
 @dataclass(frozen=True)
 class TrainingPoint:
-    """The state of the training at one step; ``p`` may be infinite."""
+    """The state of the training at one step. ``p`` may be infinite; students without sort layers have neither p nor a weight."""
 
     step: float
     agreement: float
     certified: float
-    p: float
-    weight: float
+    p: float | None
+    weight: float | None
 
 
 @dataclass(frozen=True)
@@ -70,8 +71,11 @@ class Certified:
 
 @dataclass(frozen=True)
 class Student:
+    """``lipschitz`` is None for a network that is not Lipschitz."""
+
+    kind: str
     parameters: int
-    lipschitz: float
+    lipschitz: float | None
     width: int
     depth: int
 
@@ -154,6 +158,7 @@ def read_run(results: Mapping[str, Any]) -> Run:
         raise SortRLError(
             f"results: env.unit_to_raw has {len(scales)} values for {len(names)} env.obs_names; expected as many."
         )
+    student = _student(top.object("policy"))
     run = Run(
         env_id=env.text("id"),
         max_steps=env.optional_integer("max_steps"),
@@ -168,9 +173,9 @@ def read_run(results: Mapping[str, Any]) -> Run:
         version=top.text("sortrl"),
         teacher=teacher.text("name"),
         teacher_source=teacher.text("source") if teacher.has("source") else "",
-        student=_student(top.object("policy")),
+        student=student,
         data=_data(top.object("data")),
-        training=tuple(map(_training_point, top.objects("training"))),
+        training=tuple(_training_point(point, student.kind) for point in top.objects("training")),
         evaluation=tuple(map(_row, top.objects("evaluation"))),
         certified=_certified(top.object("certificate")),
         stage_seconds=_stage_seconds(top.object("stage_seconds")),
@@ -199,14 +204,14 @@ def _row(row: Reader) -> Row:
     )
 
 
-def _training_point(point: Reader) -> TrainingPoint:
-    p = point.number("p", 1.0)
+def _training_point(point: Reader, kind: str) -> TrainingPoint:
+    p = None if kind == ROUNDED else point.number("p", 1.0)
     return TrainingPoint(
         step=point.number("step", 0.0),
         agreement=point.share("agreement"),
         certified=point.share("certified"),
-        p=math.inf if p >= INFINITE_P else p,
-        weight=point.number("lambda", 0.0),
+        p=math.inf if p is not None and p >= INFINITE_P else p,
+        weight=None if kind == ROUNDED else point.number("lambda", 0.0),
     )
 
 
@@ -240,11 +245,14 @@ def _episode(part: Reader) -> Episode:
 
 
 def _student(part: Reader) -> Student:
+    kind = part.text("kind") if part.has("kind") else "sort"  # results of before there were other kinds do not say
+    rounded = kind == ROUNDED
     return Student(
+        kind=kind,
         parameters=part.integer("parameters"),
-        lipschitz=part.number("lipschitz", 0.0),
-        width=part.integer("width"),
-        depth=part.integer("depth"),
+        lipschitz=None if rounded else part.number("lipschitz", 0.0),
+        width=0 if rounded else part.integer("width"),
+        depth=0 if rounded else part.integer("depth"),
     )
 
 

@@ -1,60 +1,23 @@
-"""An independent check of certificate files: plain NumPy in float64, written from the definition and sharing no code.
-
-It reads the safetensors files itself, computes every score again and asks, per state: is the action the arg-max, is the
-radius at most margin / (2 L) (with a linear head: does the action lead at that radius, by intervals), do the weights have
-the stated hash?
-"""
+"""Sort networks as their files describe them, with or without a linear head, in plain NumPy."""
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
-import os
 from dataclasses import dataclass
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from sortrl.errors import SortRLError
+from sortrl.verify.reading import Array, Doubles
 
-FORMAT = "sortrl-certificates-1"
-Array = npt.NDArray[Any]
-Doubles = npt.NDArray[np.float64]
-_TYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "I64": "<i8", "I32": "<i4", "U8": "|u1", "BOOL": "|b1"}
-_LARGEST_HEADER = 100_000_000
-_LARGEST_FILE = 8 * 2**30
 _DISTANCES_AT_ONCE = 1 << 23
 _LARGEST_RADIUS = 8.0  # of those that are sought behind a head
 _BISECTIONS = 60
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """What was checked and what is wrong, one line each."""
-
-    states: int
-    lipschitz: float
-    failures: tuple[str, ...]
-    smallest_spare: float
-    """The least of margin / (2 L) (or what intervals allow) - radius over the states: what rounding slack was kept."""
-
-    @property
-    def ok(self) -> bool:
-        return not self.failures
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain JSON values; what could not be computed is null."""
-        numbers = {"lipschitz": self.lipschitz, "smallest_spare": self.smallest_spare}
-        known = {name: value if math.isfinite(value) else None for name, value in numbers.items()}
-        return {**vars(self), **known, "failures": list(self.failures), "ok": self.ok}
-
-
-@dataclass(frozen=True)
-class _Network:
+class SortNetwork:
     """The evaluation network as its file describes it."""
 
     crop: tuple[int, int, int, int]
@@ -94,14 +57,20 @@ class _Network:
         sums = [np.abs(weight).reshape(len(weight), -1).sum(1).max() for weight, _, _ in self.bounded]
         return float(self.factor.max() * math.prod(sums)) * math.prod(math.fsum(mix) for mix in self.mixes)
 
-    def scores(self, features: Doubles) -> Doubles:
+    def judge(self, states: Doubles) -> tuple[Doubles, Doubles]:
+        """Scores (batch, actions), and the largest radius (batch,) that can be proven for the best action."""
+        features = self._features(states)
+        scores = self._scores(features)
+        return scores, self._bound(features, scores.argmax(1))
+
+    def _scores(self, features: Doubles) -> Doubles:
         """Of what the sort layers give, which without a head are the scores themselves."""
         x = features
         for index, (weight, bias) in enumerate(self.head):
             x = (np.maximum(x, 0.0) if index else x) @ weight.T + bias
         return x
 
-    def bound(self, features: Doubles, action: Array) -> Doubles:
+    def _bound(self, features: Doubles, action: Array) -> Doubles:
         """The largest radius that margins, or intervals behind a head, allow."""
         rows = np.arange(len(features))
         if not self.head:
@@ -130,7 +99,7 @@ class _Network:
         leads[np.arange(len(features)), action] = np.inf
         return leads
 
-    def features(self, states: Doubles) -> Doubles:
+    def _features(self, states: Doubles) -> Doubles:
         """What the sort layers give."""
         x = states
         top, bottom, left, right = self.crop
@@ -154,35 +123,10 @@ class _Network:
         return -x
 
 
-def verify(path: str | Path, policy: str | Path | None = None) -> Verdict:
-    """Check a file of certificates; ``policy`` overrides where the policy's file is."""
-    tensors, metadata = read_safetensors(Path(path))
-    if metadata.get("format") != FORMAT:
-        raise SortRLError(f"{path}: format {metadata.get('format')!r}, expected {FORMAT}. It holds no certificates.")
-    file = Path(path).parent / str(metadata.get("policy")) if policy is None else Path(policy)
-    file = file / "policy.safetensors" if os.path.isdir(file) else file  # False for names that no system takes
-    weights, description = read_safetensors(file)
-    try:
-        stored = [tensors[f"mix.{index}"] for index in range(_layers(description["config"]))]
-        network = _network(weights, description["config"], stored)
-        states, action, radius = (tensors[name] for name in ("states", "action", "radius"))
-        unfit = _wrong_mixes(stored, network.weights, description["config"])
-        unfit += _wrong_shapes(network, description["config"], tensors)
-    except (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError, ZeroDivisionError) as error:
-        raise SortRLError(f"{path} or {file} lacks something ({error!r}). Write the certificates again.") from error
-    digest, stated = _hash(weights), str(metadata.get("weights_sha256"))
-    failures = [] if digest == stated else [f"{file} has weights {digest[:12]}…, the certificates are of {stated[:64]}"]
-    if unfit:  # then there is no network, or no state, to compute with
-        return Verdict(len(states) if states.ndim else 0, math.nan, (*failures, *unfit), math.nan)
-    with np.errstate(all="ignore"):  # what overflows is not finite, and that is a failure below
-        wrong, spare = _wrong_states(network, states.astype(np.float64), action, radius.astype(np.float64))
-    return Verdict(len(states), network.lipschitz, (*failures, *wrong), spare)
-
-
-def _wrong_shapes(network: _Network, config: dict[str, Any], tensors: dict[str, Array]) -> list[str]:
+def _wrong_shapes(network: SortNetwork, config: dict[str, Any]) -> list[str]:
     """Numpy would stretch shapes that do not fit until they do; here each must be what the configuration says."""
-    obs_shape, n = tuple(map(int, config["obs_shape"])), len(tensors["action"])
-    n_actions, width, shape = int(config["n_actions"]), int(config["width"]), network.seen(obs_shape)
+    shape = network.seen(tuple(map(int, config["obs_shape"])))
+    n_actions, width = int(config["n_actions"]), int(config["width"])
     expected: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {}
     for i, (channels, kernel, stride) in enumerate(_conv(config, "bounded_conv")):
         weight, bias, _ = network.bounded[i]
@@ -200,8 +144,7 @@ def _wrong_shapes(network: _Network, config: dict[str, Any], tensors: dict[str, 
     outputs += sizes[1:]
     expected |= {f"layer {i}": (w.shape, pairs[i]) for i, w in enumerate(network.weights)}
     expected |= {f"mean {i}": (mean.shape, (outputs[i],)) for i, mean in enumerate(network.means)}
-    expected |= {"bias": (network.bias.shape, (outputs[-1],)), "states": (tensors["states"].shape, (n, *obs_shape))}
-    expected |= {"action": (tensors["action"].shape, (n,)), "radius": (tensors["radius"].shape, (n,))}
+    expected |= {"bias": (network.bias.shape, (outputs[-1],))}
     head = [width, *map(int, config.get("hidden", [])), n_actions]
     for i, (weight, bias) in enumerate(network.head):
         expected |= {f"linear layer {i}": (weight.shape, (head[i + 1], head[i]))}
@@ -209,39 +152,19 @@ def _wrong_shapes(network: _Network, config: dict[str, Any], tensors: dict[str, 
     lines = [f"{name}: shape {got}, expected {wanted}" for name, (got, wanted) in expected.items() if got != wanted]
     if network.factor.size != 1 or not 0 < float(network.factor.max()) < math.inf:
         lines.append("the factor on the inputs: expected one positive number")
-    if tensors["action"].dtype.kind != "i":
-        lines.append(f"action: type {tensors['action'].dtype}, expected integers")
-    elif n and not 0 <= tensors["action"].min() <= tensors["action"].max() < n_actions:
-        lines.append(f"action: outside 0..{n_actions - 1}")
     return lines
 
 
-def _wrong_states(network: _Network, states: Doubles, action: Array, radius: Doubles) -> tuple[list[str], float]:
-    if not len(states):
-        return [], math.inf
-    if not np.isfinite(states).all():
-        return ["a state contains NaN or infinity"], math.nan
-    features, rows = network.features(states), np.arange(len(states))
-    scores = network.scores(features)
-    best = scores.argmax(1)
-    bound = network.bound(features, best)
-    lines = []
-    for i in rows:
-        if not (np.isfinite(radius[i]) and radius[i] >= 0):
-            lines.append(f"state {i}: its radius is {radius[i]}")
-        elif best[i] != action[i] and (radius[i] > 0 or scores[i, action[i]] < scores[i, best[i]] - _tie(scores[i])):
-            lines.append(f"state {i}: action {action[i]} is stated, the scores say {best[i]}")
-        elif not radius[i] <= bound[i]:  # a score that is not a number proves nothing
-            lines.append(f"state {i}: radius {radius[i]:.9g} is stated, at most {bound[i]:.9g} can be proven")
-    return lines, float((bound - radius).min())
+def sort_network(
+    weights: dict[str, Array], config: dict[str, Any], tensors: dict[str, Array]
+) -> tuple[SortNetwork, list[str]]:
+    """The network, and what does not fit: then nothing can be computed with it. ``tensors`` are those of the certificates."""
+    mixes = [tensors[f"mix.{index}"] for index in range(_layers(config))]
+    network = _read(weights, config, mixes)
+    return network, _wrong_mixes(mixes, network.weights, config) + _wrong_shapes(network, config)
 
 
-def _tie(scores: Doubles) -> float:
-    """Without a certificate the float32 policy may see a near-tie the other way round."""
-    return 1e-3 * float(1.0 + np.abs(scores).max())
-
-
-def _network(weights: dict[str, Array], config: dict[str, Any], mixes: list[Array]) -> _Network:
+def _read(weights: dict[str, Array], config: dict[str, Any], mixes: list[Array]) -> SortNetwork:
     def double(name: str) -> Doubles:
         return weights[name].astype(np.float64)
 
@@ -252,7 +175,7 @@ def _network(weights: dict[str, Array], config: dict[str, Any], mixes: list[Arra
     if len(factors) > 1 or int(config["depth"]) < 1:
         raise ValueError(f"{len(factors)} factors on the inputs, depth {config['depth']}")
     top, bottom, left, right = (int(border) for border in config["crop"])
-    return _Network(
+    return SortNetwork(
         crop=(top, bottom, left, right),
         pool=int(config["pool"]),
         pixels=_pixels(config),
@@ -350,45 +273,3 @@ def _pooled(x: Doubles, size: int) -> Doubles:
     rows, columns = height // size, width // size
     blocks = x[..., : rows * size, : columns * size].reshape(batch, channels, rows, size, columns, size)
     return np.asarray(blocks.mean(axis=(3, 5)))
-
-
-def _hash(tensors: dict[str, Array]) -> str:
-    """Of the weights as they are computed with: those in half precision are widened, which is exact."""
-    digest = hashlib.sha256()
-    for name in sorted(tensors):
-        array = tensors[name].astype("<f4") if tensors[name].dtype == np.float16 else tensors[name]
-        digest.update(f"{name}:{array.dtype.str}:{list(array.shape)};".encode())
-        digest.update(array.tobytes())
-    return digest.hexdigest()
-
-
-def read_safetensors(path: Path) -> tuple[dict[str, Array], dict[str, Any]]:
-    """Tensors and metadata of a safetensors file: the length of a JSON header, the header, the bytes."""
-    try:
-        # Certificates name the policy's file: that may be a device or a pipe, which has no end.
-        if not os.path.isfile(path) or path.stat().st_size > _LARGEST_FILE:
-            found = "a file beyond every policy's size" if os.path.isfile(path) else "no such file"
-            raise SortRLError(f"Cannot read {path}: {found}.")
-        content = path.read_bytes()
-    except OSError as error:
-        raise SortRLError(f"Cannot read {path}: {error.strerror or error}.") from error
-    try:
-        size = int.from_bytes(content[:8], "little")
-        if not 0 < size <= min(len(content) - 8, _LARGEST_HEADER):
-            raise ValueError("its header is cut off")
-        header = json.loads(content[8 : 8 + size])
-        data = memoryview(content)[8 + size :]
-        metadata = json.loads(header.pop("__metadata__", {}).get("sortrl", "{}"))
-        tensors = {name: _tensor(entry, data) for name, entry in header.items()}
-        if not isinstance(metadata, dict):
-            raise ValueError("its metadata is not an object")
-    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
-        raise SortRLError(f"{path} is not a readable safetensors file ({error}). It may be damaged.") from error
-    return tensors, metadata
-
-
-def _tensor(entry: dict[str, Any], data: memoryview) -> Array:
-    begin, end = entry["data_offsets"]
-    if not 0 <= begin <= end <= len(data):
-        raise ValueError("a tensor lies outside the file")
-    return np.frombuffer(data[begin:end], dtype=_TYPES[entry["dtype"]]).reshape(entry["shape"])

@@ -1,0 +1,150 @@
+"""Ordinary layers, linear ones and convolutions, and bounds on what they can make of a box of inputs: interval propagation."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from sortrl.errors import SortRLError
+from sortrl.nets.layers import patch_grid
+
+# Bounds are computed in float64. What they may lose by rounding is at most this many units per term of a sum.
+_DOUBLE = 2.0**-50
+_SINGLE = 2.0**-22  # scores are handed out in float32
+
+Layer = nn.Linear | nn.Conv2d
+
+
+class IntervalHead(nn.Module):
+    """Convolutions, then linear layers, with ReLU between all of them; and bounds on what they can make of a box of features.
+
+    Args:
+        features: how many, or channels, height and width where convolutions come first.
+        hidden: widths between the linear layers.
+        n_actions: scores.
+        conv: (channels, kernel, stride) of each convolution.
+
+    >>> head = IntervalHead(4, (8,), 3)
+    >>> features, action = torch.randn(5, 4), torch.tensor([0, 1, 2, 0, 1])
+    >>> near, far = (head.leads_within(features, torch.tensor(r), action) for r in (0.0, 0.1))
+    >>> near.shape, bool((far <= near).all())
+    (torch.Size([5, 3]), True)
+    """
+
+    def __init__(
+        self,
+        features: int | tuple[int, int, int],
+        hidden: tuple[int, ...],
+        n_actions: int,
+        conv: tuple[tuple[int, int, int], ...] = (),
+    ) -> None:
+        super().__init__()
+        shape: tuple[int, ...] = (features,) if isinstance(features, int) else features
+        if min(*shape, n_actions, *hidden, 1) < 1 or (conv and len(shape) != 3):
+            raise SortRLError(
+                f"IntervalHead: sizes are {(*shape, *hidden, n_actions)}, expected all at least 1, and an image before convolutions."
+            )
+        layers: list[Layer] = []
+        for channels, kernel, stride in conv:
+            grid = patch_grid("IntervalHead", (shape[0], shape[1], shape[2]), kernel, stride)
+            layers.append(nn.Conv2d(shape[0], channels, kernel, stride))
+            shape = (channels, *grid)
+        layers += [nn.Linear(a, b) for a, b in pairwise((math.prod(shape), *hidden, n_actions))]
+        self.layers = nn.ModuleList(layers)
+
+    @property
+    def lipschitz(self) -> float:
+        """A bound on the l_inf constant: the product of the largest row sums. The certificate does not need it."""
+        return math.prod(float(layer.weight.detach().abs().double().flatten(1).sum(1).max()) for layer in self._all())
+
+    def _all(self) -> list[Layer]:
+        return [layer for layer in self.layers if isinstance(layer, (nn.Linear, nn.Conv2d))]
+
+    def forward(self, features: Tensor) -> Tensor:
+        """Scores (batch, n_actions), in the precision of the features."""
+        x = features
+        for index, layer in enumerate(self._all()):
+            x = _apply(layer, x if index == 0 else functional.relu(x), *_parameters(layer, x.dtype))
+        return x
+
+    def leads_within(self, features: Tensor, half: Tensor, action: Tensor, careful: bool = False) -> Tensor:
+        """Lower bounds (batch, n_actions) on how far ``action`` (batch,) leads each other action, its own entry infinite,
+        while no feature moves by more than ``half``.
+
+        ``half`` is (batch, 1) or a number. ``careful`` subtracts whatever rounding could have added; for float64 only.
+        """
+        first = self._all()[0]
+        if len(self.layers) == 1 or isinstance(first, nn.Conv2d):
+            return self._from(
+                features, half.reshape(-1, *[1] * (features.ndim - 1)).expand_as(features), action, careful
+            )
+        weight, bias = _parameters(first, features.dtype)
+        centre, radius = functional.linear(features, weight, bias), half * weight.abs().sum(1)
+        if careful:
+            radius = radius + _lost(first, features, half.expand_as(features), weight, bias)
+        return self._after(centre, radius, action, careful)
+
+    def leads_over(self, lo: Tensor, hi: Tensor, action: Tensor, careful: bool = False) -> Tensor:
+        """The same for features between ``lo`` and ``hi`` (batch, features)."""
+        return self._from(*_centred(lo, hi, careful), action, careful)
+
+    def _from(self, centre: Tensor, radius: Tensor, action: Tensor, careful: bool) -> Tensor:
+        """From a box of features to the leads."""
+        if len(self.layers) == 1:
+            return self._leads(centre.flatten(1), radius.flatten(1), action, careful)
+        return self._after(*_interval(self._all()[0], centre, radius, careful), action, careful)
+
+    def _after(self, centre: Tensor, radius: Tensor, action: Tensor, careful: bool) -> Tensor:
+        """From what the first layer gives, centre +- radius, to the leads."""
+        for layer in self._all()[1:-1]:
+            box = _centred(functional.relu(centre - radius), functional.relu(centre + radius), careful)
+            centre, radius = _interval(layer, *box, careful)
+        box = _centred(functional.relu(centre - radius), functional.relu(centre + radius), careful)
+        return self._leads(box[0].flatten(1), box[1].flatten(1), action, careful)
+
+    def _leads(self, centre: Tensor, radius: Tensor, action: Tensor, careful: bool) -> Tensor:
+        """The last layer in difference form: exact for the box of its inputs."""
+        weight, bias = _parameters(self._all()[-1], centre.dtype)
+        difference = weight[action][:, None, :] - weight  # (batch, n_actions, inputs)
+        offset = bias[action][:, None] - bias
+        lowest = torch.einsum("bji,bi->bj", difference, centre) + offset
+        lowest = lowest - torch.einsum("bji,bi->bj", difference.abs(), radius)
+        if careful:
+            size = functional.linear(centre.abs() + radius, weight.abs(), bias.abs()).amax(1, keepdim=True)
+            lowest = lowest - (2 * (centre.shape[1] + 4) * _DOUBLE + _SINGLE) * size
+        return lowest.scatter(1, action[:, None], math.inf)
+
+
+def _parameters(layer: Layer, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    assert layer.bias is not None
+    return layer.weight.to(dtype), layer.bias.to(dtype)
+
+
+def _apply(layer: Layer, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """What the layer does, with these weights for its own."""
+    if isinstance(layer, nn.Conv2d):
+        return functional.conv2d(x, weight, bias, layer.stride)
+    return functional.linear(x.flatten(1), weight, bias)
+
+
+def _centred(lo: Tensor, hi: Tensor, careful: bool) -> tuple[Tensor, Tensor]:
+    """Centre and radius of a box that holds [lo, hi]."""
+    centre, radius = (lo + hi) / 2, (hi - lo) / 2
+    return centre, radius + _DOUBLE * (centre.abs() + radius) if careful else radius
+
+
+def _interval(layer: Layer, centre: Tensor, radius: Tensor, careful: bool) -> tuple[Tensor, Tensor]:
+    """Centre and radius of what a layer makes of a box."""
+    weight, bias = _parameters(layer, centre.dtype)
+    out, spread = _apply(layer, centre, weight, bias), _apply(layer, radius, weight.abs())
+    return out, spread + _lost(layer, centre, radius, weight, bias) if careful else spread
+
+
+def _lost(layer: Layer, centre: Tensor, radius: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """A bound on the rounding of a layer and of the radius of its outputs, in float64."""
+    size = _apply(layer, centre.abs() + radius, weight.abs(), bias.abs())
+    return (weight[0].numel() + 4) * _DOUBLE * size
