@@ -18,7 +18,7 @@ from sortrl.files import read_json, write_json
 from sortrl.nets import HybridPolicy
 from sortrl.normalizer import Normalizer
 from sortrl.reproduce import atari, atari_figures, quoted
-from sortrl.reproduce.atari import AGENTS, GAMES, MEMORY, ROUNDED, STICKY, STRONGER, STUDENT, TEACHER, Cell
+from sortrl.reproduce.atari import AGENTS, GAMES, MEMORY, QUANTIZED, ROUNDED, STICKY, STRONGER, STUDENT, TEACHER, Cell
 from sortrl.teachers import Architecture, Teacher
 
 SHAPE = (1, 84, 84)
@@ -49,7 +49,9 @@ def short_pong(monkeypatch):
     for env_id in (atari.env_id_of("Pong"), "sortrl/Pong84-sticky-v0"):
         monkeypatch.setattr(gym.spec(env_id), "max_episode_steps", 10)
     small = {"collect": CollectConfig(states=60), "bounded_conv": ((4, 8, 4), (8, 20, 1))}
-    students = {STUDENT: {**atari.SMOKE_STUDENTS[STUDENT], **small}, MEMORY: {"collect": CollectConfig(states=1200)}}
+    rounded = {**atari.SMOKE_STUDENTS[ROUNDED], "collect": CollectConfig(states=60), "conv": ((4, 8, 4),)}
+    students = {STUDENT: {**atari.SMOKE_STUDENTS[STUDENT], **small}, ROUNDED: rounded}
+    students[MEMORY] = {"collect": CollectConfig(states=1200)}
     monkeypatch.setattr(atari, "SMOKE_STUDENTS", students)
     monkeypatch.setitem(atari.STRONGER_LEVELS, "Pong", (10,))
 
@@ -57,8 +59,8 @@ def short_pong(monkeypatch):
 def test_cells_cover_the_tables():
     weak, strong = atari.cells("table1"), atari.cells("table3")
     assert len({cell.name for cell in weak + strong}) == len(weak) + len(strong)
-    assert len(weak) == 4 * 4 * 5
-    assert len(strong) == 4 * 4 * 3 * 4
+    assert len(weak) == 4 * 5 * 5
+    assert len(strong) == 4 * 5 * 3 * 4
     assert {cell.level for cell in strong if cell.game == "BankHeist"} == {5, 10, 15}
     assert {cell.level for cell in strong if cell.game == "Pong"} == {10, 15, 20}
     assert {cell.attack for cell in weak if cell.level} == {"pgd-10"}
@@ -106,8 +108,8 @@ def test_a_game_from_teacher_to_picture(short_pong, tmp_path, monkeypatch, capsy
     for table in ("table1", "table3"):
         cli.main(["reproduce", table, *options])
     weak, strong = (read_json(tmp_path / "out" / f"{name}.json") for name in ("table1", "table3"))
-    assert len(weak["cells"]) == 4 * 5
-    assert len(strong["cells"]) == 4 * 4
+    assert len(weak["cells"]) == 5 * 5
+    assert len(strong["cells"]) == 5 * 4
     assert {name.split("-")[0] for name in weak["missing"]} == set(GAMES) - {"Pong"}
     clean = weak["cells"][0]
     assert clean["cell"] == {"game": "Pong", "agent": STUDENT, "attack": "none", "level": 0}
@@ -206,9 +208,9 @@ def test_normalised_scores_by_hand(table1, tmp_path):
 
 
 def test_an_agent_at_random_play_has_nothing_to_lose():
-    curves = {("Pong", ROUNDED): {0: (-20.7, 0.0), 5: (-21.0, 0.0)}}
-    assert atari_figures._scores(curves, ROUNDED, ["Pong"], [0, 5], "nominal") is None
-    assert atari_figures._scores(curves, ROUNDED, ["Pong"], [0, 5], "human")[0]["score"] == 0.0
+    curves = {("Pong", QUANTIZED): {0: (-20.7, 0.0), 5: (-21.0, 0.0)}}
+    assert atari_figures._scores(curves, QUANTIZED, ["Pong"], [0, 5], "nominal") is None
+    assert atari_figures._scores(curves, QUANTIZED, ["Pong"], [0, 5], "human")[0]["score"] == 0.0
 
 
 def test_the_table_shows_what_is_certified_and_never_rounds_it_up(table1):

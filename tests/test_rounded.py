@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,12 +13,14 @@ import torch
 import sortrl
 from sortrl.attacks import FGSM, PGD
 from sortrl.certify import save_certificates
+from sortrl.collect import CollectConfig
 from sortrl.config import robustify_config
 from sortrl.errors import SortRLError
-from sortrl.files import read_tensors, write_tensors
+from sortrl.files import read_json, read_tensors, write_tensors
 from sortrl.nets import RoundedPolicy
 from sortrl.nets.rounded import UNUSED
 from sortrl.normalizer import Normalizer
+from sortrl.pipeline import open_run
 from sortrl.records import Demonstrations
 from sortrl.rounding import RoundingConfig, distill_rounded, gap_thresholds
 from sortrl.verify import verify
@@ -237,3 +240,24 @@ def test_the_preset_has_options_of_its_own():
     with pytest.raises(SortRLError, match="no option 'rho'"):
         robustify_config("sortrl/Pong84-v0", preset="rounded", rho=0.1)
     assert robustify_config("sortrl/Pong84-v0").rounding is None
+
+
+def test_the_whole_job_on_a_small_game(tmp_path):
+    """From the zoo's teacher of a MinAtar game to a report: skill, certificates and words."""
+    pytest.importorskip("minatar", reason="MinAtar is not installed: pip install 'sortrl[minatar]'")
+    _, _, teacher = open_run(Path("zoo:breakout"))
+    small = {"collect": CollectConfig(states=6000, exploration=0.7, random_actions=0.15), "dagger_states": 2000}
+    measured = {"episodes": 10, "eps_grid": (0.0, 0.3), "suite": ()}
+    sortrl.robustify(teacher, "sortrl/Breakout10-v0", preset="rounded", steps=500, out=tmp_path, **small, **measured)
+    results = read_json(tmp_path / "results.json")
+    returns = {(row["policy"], row["attack"]): row["mean"] for row in results["evaluation"]}
+    assert returns["teacher", "none"] > 10
+    assert returns["teacher", "PGD-10"] < 5
+    assert returns["student", "none"] >= 0.8 * returns["teacher", "none"]
+    assert returns["student", "PGD-10"] == returns["student", "none"], "every decision is certified at .3"
+    certified = dict(zip(results["certificate"]["eps"], results["certificate"]["share"], strict=True))
+    assert certified[0.3] == 1.0
+    assert results["policy"]["lipschitz"] is None
+    page = (tmp_path / "report.html").read_text()
+    assert "thresholds on pixels" in page
+    assert "Lipschitz constant" not in page

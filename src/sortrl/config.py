@@ -67,6 +67,13 @@ ATARI: dict[str, Any] = {
     "bounded_conv": ((24, 8, 4), (48, 4, 2), (256, 9, 1)),  # 84 x 84 -> 20 -> 9 -> 1
     "episodes": 20,  # as the literature has it
 }
+# The teacher's own play from all thirty starts, and episodes in which it has to find its way back.
+ATARI_ROUNDED: dict[str, Any] = {
+    "collect": CollectConfig(states=130_000, exploration=0.5, random_actions=0.05, spread=True, slots=64),
+    "dagger_rounds": 2,
+    "dagger_states": 40_000,
+    "noise": 0.0,
+}
 # Thirty starts, several times each: a Q-learner's own play, and tries with an accident now and then that may end better.
 ATARI_MEMORY: dict[str, Any] = {
     "collect": CollectConfig(states=250_000, exploration=0.3, random_actions=0.01, focus=0.2, spread=True, slots=64)
@@ -125,6 +132,16 @@ TASKS: dict[str, Task] = {
                 "final_share": 0.15,
                 "exact_share": 0.1,
             },
+            rounded={
+                "collect": CollectConfig(states=20_000, exploration=0.7, random_actions=0.15),
+                "noise": 0.0,
+                "dagger_states": 5_000,
+                "gap": 0.4,  # its pixels are black or white
+                "levels": 1,
+                "conv": ((16, 3, 1),),
+                "hidden": (128,),
+                "steps": 1500,
+            },
         ),
         Task(
             "sortrl/Jumper-train-v0",
@@ -140,21 +157,37 @@ TASKS: dict[str, Task] = {
             fast=PROCGEN,
             memory=LEVELS,
         ),
-        Task("sortrl/Freeway84-v0", "Atari's Freeway in protocol 84; 34 is very good", 2 / 255, ATARI, ATARI_MEMORY),
+        Task(
+            "sortrl/Freeway84-v0",
+            "Atari's Freeway in protocol 84; 34 is very good",
+            2 / 255,
+            ATARI,
+            ATARI_MEMORY,
+            ATARI_ROUNDED,
+        ),
         Task(
             "sortrl/RoadRunner84-v0",
             "Atari's RoadRunner in protocol 84; about 44,000 is very good",
             2 / 255,
             ATARI,
             ROADRUNNER_MEMORY,
+            ATARI_ROUNDED,
         ),
-        Task("sortrl/Pong84-v0", "Atari's Pong in protocol 84; 21 is perfect", 2 / 255, ATARI, ATARI_MEMORY),
+        Task(
+            "sortrl/Pong84-v0",
+            "Atari's Pong in protocol 84; 21 is perfect",
+            2 / 255,
+            ATARI,
+            ATARI_MEMORY,
+            ATARI_ROUNDED,
+        ),
         Task(
             "sortrl/BankHeist84-v0",
             "Atari's BankHeist in protocol 84; about 1,300 is very good",
             2 / 255,
             ATARI,
             ATARI_MEMORY,
+            ATARI_ROUNDED,
         ),
     )
 }

@@ -38,9 +38,14 @@ GAMES = ("Freeway", "RoadRunner", "Pong", "BankHeist")
 # With 4 brightnesses next to no pixel is within 10/255 of where its rounding changes (BankHeist: 9 %), and most of what moves can
 # still be told from what does not; with 8 or 16, most pixels of Pong or Freeway are within 5/255.
 BRIGHTNESSES = 4
-STUDENT, MEMORY, TEACHER, ROUNDED = "sortrl", "sortrl, memory", "PQN", f"PQN, {BRIGHTNESSES} brightnesses"
-OURS: dict[str, Preset] = {STUDENT: "fast", MEMORY: "memory"}  # students, and the presets that make them
-AGENTS = (*OURS, TEACHER, ROUNDED)
+STUDENT, ROUNDED, MEMORY = "sortrl", "sortrl, rounded", "sortrl, memory"
+TEACHER, QUANTIZED = "PQN", f"PQN, {BRIGHTNESSES} brightnesses"
+OURS: dict[str, Preset] = {
+    STUDENT: "fast",
+    ROUNDED: "rounded",
+    MEMORY: "memory",
+}  # students, and the presets that make them
+AGENTS = (*OURS, TEACHER, QUANTIZED)
 STICKY = "sticky"  # in place of an attack: nobody attacks, but actions are repeated by accident
 
 SEED = 0  # episodes 0 to 19
@@ -70,6 +75,7 @@ SIZES: dict[str, Size] = {"smoke": Size(1, 1, 2), "cpu": Size(20, 5, 10), "paper
 # They learn nothing: two episodes at least, one of which is held out; or enough of them to meet a start again.
 SMOKE_STUDENTS: dict[str, dict[str, Any]] = {
     STUDENT: {"steps": 5, "batch": 16, "dagger_rounds": 0, "collect": CollectConfig(states=5000)},
+    ROUNDED: {"steps": 5, "batch": 16, "dagger_rounds": 0, "collect": CollectConfig(states=5000)},
     MEMORY: {"collect": CollectConfig(states=140_000)},
 }
 
@@ -192,7 +198,7 @@ def _player(cell: Cell, work: Path, scale: Scale, teachers: Path | None, progres
     if cell.agent in OURS:
         there = shipped[0].get(cell.agent) if shipped else None
         return Player(there or student_of(cell.game, cell.agent, teacher, work, scale), teacher)
-    return Player(quantized(teacher, BRIGHTNESSES) if cell.agent == ROUNDED else teacher, teacher)
+    return Player(quantized(teacher, BRIGHTNESSES) if cell.agent == QUANTIZED else teacher, teacher)
 
 
 def _networks(cell: Cell, player: Player) -> dict[str, nn.Module]:

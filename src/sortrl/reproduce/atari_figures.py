@@ -19,10 +19,16 @@ from sortrl import provenance
 from sortrl.errors import SortRLError
 from sortrl.files import read_object, write_json
 from sortrl.reproduce import quoted
-from sortrl.reproduce.atari import AGENTS, GAMES, MEMORY, OURS, ROUNDED, STICKY, STUDENT, TEACHER
+from sortrl.reproduce.atari import AGENTS, GAMES, MEMORY, OURS, QUANTIZED, ROUNDED, STICKY, STUDENT, TEACHER
 from sortrl.reproduce.draw import panels, save
 
-STYLES = {STUDENT: ("#d55e00", "s"), MEMORY: ("#000000", "^"), TEACHER: ("#0072b2", "o"), ROUNDED: ("#cc79a7", "D")}
+STYLES = {
+    STUDENT: ("#d55e00", "s"),
+    ROUNDED: ("#a50f15", "v"),
+    MEMORY: ("#000000", "^"),
+    TEACHER: ("#0072b2", "o"),
+    QUANTIZED: ("#cc79a7", "D"),
+}
 QUOTED_COLOURS = {
     "DQN": "#7f7f7f",
     "A3C": "#c7c7c7",
@@ -61,7 +67,7 @@ def fig2(out: Path = Path("results"), game: str | None = None) -> dict[str, Any]
     if table is None:
         raise _nothing_yet("fig2", out, "table1")
     levels, measured, printed = table["levels"], _measured(_entries(table)), _printed(table)
-    # Of our two students one will do; every agent that is shown has played all the games that are.
+    # Of our students one will do; every agent that is shown has played all the games that are.
     games = [name for name in _chosen(game) if _has(measured, name, TEACHER, levels) and _ours(measured, name, levels)]
     if not games:
         raise SortRLError(
