@@ -26,6 +26,7 @@ from sortrl.normalizer import Normalizer
 UNUSED = 1000.0  # a threshold above all that an image can show: its answer is always no
 REACH = 1.0  # radii are not sought beyond this; pixels are between 0 and 1
 BISECTIONS = 8
+FIRST_STEP = 0.5 / 255
 SLACK = 1e-6  # boxes are rounded outwards to float32, and must not touch a threshold by that
 
 
@@ -157,18 +158,27 @@ class RoundedPolicy(CertifiedPolicy):
 
     def _decide(self, unit: Tensor) -> Decided:
         """The radius is at least the distance to the nearest threshold; more, where intervals prove more."""
-        action, runner_up, _ = ranked(self.scores(unit), unit)
-        return action, self._radius(unit, torch.from_numpy(action)).numpy(), runner_up
+        answers = self.rounding(unit)
+        exact: Tensor = self.head(answers.double())
+        action, runner_up, _ = ranked(exact.float(), unit)
+        chosen = torch.from_numpy(action)
+        certain = (self.head.same_leads(exact, chosen, 1.0, tuple(answers.shape[1:])) > 0).all(1)
+        untouched = (self.rounding.distance(unit).clamp(max=REACH) - SLACK).clamp(min=0.0)
+        radius = torch.where(certain, untouched, torch.zeros_like(untouched))
+        # Behind the nearest threshold there often are hundreds more: it is worth a search only if a first step succeeds.
+        further = certain & self._holds(unit, untouched + FIRST_STEP, chosen, careful=False)
+        if bool(further.any()):
+            radius[further] = self._searched(unit[further], untouched[further], chosen[further])
+        return action, radius.numpy(), runner_up
 
-    def _radius(self, unit: Tensor, action: Tensor) -> Tensor:
-        low = (self.rounding.distance(unit).clamp(max=REACH) - SLACK).clamp(min=0.0)
-        safe = torch.where(self._holds(unit, low, action, careful=True), low, torch.zeros_like(low))
-        high = torch.full_like(low, REACH)
-        for _ in range(BISECTIONS):  # a search in single precision; what it finds is proven below
+    def _searched(self, unit: Tensor, untouched: Tensor, action: Tensor) -> Tensor:
+        """The largest radius that intervals prove, by bisection in single precision; what is returned was proven in double."""
+        low, high = untouched + FIRST_STEP, torch.full_like(untouched, REACH)
+        for _ in range(BISECTIONS):
             middle = (low + high) / 2
             holding = self._holds(unit, middle, action, careful=False)
             low, high = torch.where(holding, middle, low), torch.where(holding, high, middle)
-        return torch.where(self._holds(unit, low, action, careful=True), torch.maximum(low, safe), safe)
+        return torch.where(self._holds(unit, low, action, careful=True), low, untouched)
 
     def _holds(self, unit: Tensor, radius: Tensor, action: Tensor, careful: bool) -> Tensor:
         """Whether (batch,) intervals prove the actions while inputs move by at most ``radius`` (batch,)."""

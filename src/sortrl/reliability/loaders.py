@@ -20,7 +20,7 @@ from sortrl.checkpoint import Checkpoint, damage_named
 from sortrl.collect import load_demonstrations
 from sortrl.distill import DistillConfig, _initial_policy, _optimizer
 from sortrl.files import read_json
-from sortrl.nets import HybridPolicy, SortPolicy, load
+from sortrl.nets import HybridPolicy, RoundedPolicy, SortPolicy, load
 from sortrl.normalizer import Normalizer
 from sortrl.pipeline import open_run, trained_eps
 from sortrl.publish import described, publish, summed_up
@@ -63,6 +63,7 @@ def loaders(work: Path) -> list[Loader]:
         Loader("image policy", work / "image" / "policy.safetensors", tensors, _read_policy),
         Loader("policy of pixels", work / "pixels" / "policy.safetensors", tensors, _read_policy),
         Loader("hybrid policy", work / "hybrid" / "policy.safetensors", tensors, _read_policy),
+        Loader("rounded policy", work / "rounded" / "policy.safetensors", tensors, _read_policy),
         Loader("demonstrations", _copy(run / "data.safetensors", work), tensors, load_demonstrations),
         Loader("teacher", _copy(run / "teacher" / "teacher.safetensors", work), tensors, _read_teacher),
         Loader("adversary", work / "adversary.safetensors", tensors, lambda f: LearnedAdversary.load(f.parent)),
@@ -74,6 +75,12 @@ def loaders(work: Path) -> list[Loader]:
             tensors,
             lambda f: verify(f.parent / "intact", f),
             ("verify", "{folder}/intact", "--policy", "{file}"),
+        ),
+        Loader(
+            "verified rounded policy",
+            work / "verify-rounded" / "policy.safetensors",
+            tensors,
+            lambda f: verify(f.parent / "intact", f),
         ),
         Loader("distillation checkpoint", *_checkpoint(run, work)),
         Loader("teacher's training state", *_training_state(work)),
@@ -122,6 +129,13 @@ def _other_files(work: Path, run: Path) -> None:
     layers = {"bounded_conv": ((4, 2, 1),), "conv": ((4, 3, 2),), "depth": 2, "hidden": (5,)}
     hybrid = HybridPolicy(shape, 3, width=6, **layers, scale=0.5, normalizer=pixels)
     hybrid.save(work / "hybrid")
+    rounded = RoundedPolicy(shape, 3, levels=1, conv=((4, 3, 2),), hidden=(5,), normalizer=pixels).requires_grad_(False)
+    rounded.rounding.thresholds.fill_(0.5)
+    for folder in ("rounded", "verify-rounded", "verify-rounded/unchanged"):
+        rounded.save(work / folder)
+    images = rounded.normalize(np.random.default_rng(0).integers(256, size=(5, *shape)))
+    intact = work / "verify-rounded" / "unchanged"
+    save_certificates(work / "verify-rounded" / "intact", rounded, images, rounded.certify_unit(images), intact)
     policy = SortPolicy.load(run)
     states = policy.normalize(np.random.default_rng(0).normal(size=(5, 4)))
     certificate = policy.certify_unit(states)
