@@ -70,9 +70,10 @@ ATARI: dict[str, Any] = {
 # The teacher's own play from all thirty starts, and episodes in which it has to find its way back.
 ATARI_ROUNDED: dict[str, Any] = {
     "collect": CollectConfig(states=130_000, exploration=0.5, random_actions=0.05, spread=True, slots=64),
-    "dagger_rounds": 2,
+    "dagger_rounds": 1,
     "dagger_states": 40_000,
     "noise": 0.0,
+    "steps": 6000,
 }
 # Thirty starts, several times each: a Q-learner's own play, and tries with an accident now and then that may end better.
 ATARI_MEMORY: dict[str, Any] = {
@@ -179,7 +180,7 @@ TASKS: dict[str, Task] = {
             2 / 255,
             ATARI,
             ATARI_MEMORY,
-            ATARI_ROUNDED,
+            {**ATARI_ROUNDED, "gap": 15.5 / 255},
         ),
         Task(
             "sortrl/BankHeist84-v0",
@@ -187,7 +188,7 @@ TASKS: dict[str, Task] = {
             2 / 255,
             ATARI,
             ATARI_MEMORY,
-            ATARI_ROUNDED,
+            {**ATARI_ROUNDED, "gap": 7.5 / 255},
         ),
     )
 }
