@@ -190,6 +190,10 @@ def test_a_student_learns_and_is_certified_up_to_the_gap(tmp_path):
     assert seen[-1]["step"] == 250
     assert seen[-1]["agreement"] > 0.9
     policy, states = made.policy, squares(100, 2)
+    raw = gap_thresholds(squares(2000, 0).obs, 30, 1)
+    assert torch.equal(
+        policy.rounding(policy.normalize(states.obs)), torch.from_numpy((states.obs > raw[0]).astype(np.float32))
+    )
     radius = policy.certify(states.obs).radius
     assert (radius > 30 / 255 - 1e-4).mean() > 0.95
     assert flips(policy, policy.normalize(states.obs), radius) == 0

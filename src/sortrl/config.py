@@ -73,7 +73,6 @@ ATARI_ROUNDED: dict[str, Any] = {
     "dagger_rounds": 1,
     "dagger_states": 40_000,
     "noise": 0.0,
-    "steps": 6000,
 }
 # Thirty starts, several times each: a Q-learner's own play, and tries with an accident now and then that may end better.
 ATARI_MEMORY: dict[str, Any] = {

@@ -43,9 +43,9 @@ class RoundingConfig:
     """Channels, kernel and stride of the convolutions."""
     hidden: tuple[int, ...] = RoundedConfig.hidden
     """Widths between the linear layers behind them."""
-    steps: int = 8000
+    steps: int = 10_000
     """Optimiser steps."""
-    batch: int = 256
+    batch: int = 128
     """States per step."""
     learning_rate: float = 1e-3
     """Of Adam, rising over the first steps and falling to 0 along a cosine."""
@@ -105,7 +105,10 @@ def distill_rounded(
     undisturbed run bit for bit.
     """
     generator = torch.Generator().manual_seed(seed)
-    policy = _initial_policy(demonstrations, normalizer, config, generator)
+    raw = _thresholds(demonstrations, normalizer, config)
+    policy = _initial_policy(demonstrations, normalizer, config, raw, generator)
+    # Bytes are compared with bytes: the same answers as of the policy, in a tenth of the time.
+    whole = torch.from_numpy(np.where(np.isfinite(raw), np.floor(raw), BYTES - 1).astype(np.uint8))
     needed = 4 * (4 * policy.parameter_count + 8 * config.batch * 40 * 40 * 32)
     require(f"Training with batches of {config.batch}", needed, "lower batch")
     optimizer = torch.optim.Adam(policy.head.parameters(), lr=config.learning_rate, fused=True)
@@ -120,8 +123,7 @@ def distill_rounded(
         for group in optimizer.param_groups:
             group["lr"] = config.rate(step)
         index = torch.randint(len(states), (config.batch,), generator=generator)
-        unit = normalizer(states[index])
-        scores = policy.training_scores(unit)
+        scores = policy.head((states[index][:, None] > whole).flatten(1, 2).float())
         loss = functional.cross_entropy(scores, labels[index])
         optimizer.zero_grad(set_to_none=True)
         loss.backward()  # type: ignore[no-untyped-call]
@@ -130,7 +132,7 @@ def distill_rounded(
         done = step + 1
         if done % max(1, config.steps // 200) == 0 or done == config.steps:
             agrees = scores.argmax(1) == labels[index]
-            far = policy.rounding.distance(unit) > eps
+            far = policy.rounding.distance(normalizer(states[index])) > eps
             row: dict[str, Any] = {"step": done, "loss": float(loss.detach()), "cross_entropy": float(loss.detach())}
             row |= {"agreement": float(agrees.float().mean()), "certified": float((agrees & far).float().mean())}
             history.append(row)
@@ -143,25 +145,35 @@ def distill_rounded(
     return Distilled(policy, history, None if held_out is None else held_out_metrics(policy, held_out, eps))
 
 
-def _initial_policy(
-    demonstrations: Demonstrations, normalizer: Normalizer, config: RoundingConfig, generator: torch.Generator
-) -> RoundedPolicy:
+def _thresholds(
+    demonstrations: Demonstrations, normalizer: Normalizer, config: RoundingConfig
+) -> npt.NDArray[np.float64]:
+    """In bytes, infinite where there is none."""
     obs = demonstrations.obs
     if obs.ndim != 4 or obs.dtype != np.uint8:
         raise SortRLError(
             f"A student that sees rounded pixels needs images of bytes, but observations are {obs.dtype} of shape {obs.shape[1:]}. "
             "Distil with another preset."
         )
-    policy = RoundedPolicy(
-        obs.shape[1:], demonstrations.n_actions, config.levels, config.conv, config.hidden, normalizer
-    )
     raw = gap_thresholds(obs, config.gap * float(normalizer.scale.max()), config.levels, config.rare)
-    used = torch.from_numpy(np.isfinite(raw))
-    if not bool(used.any()):
+    if not np.isfinite(raw).any():
         raise SortRLError(
             f"No pixel takes two values that are {2 * config.gap:.4g} apart, so nothing could be seen. Lower the gap."
         )
+    return raw
+
+
+def _initial_policy(
+    demonstrations: Demonstrations,
+    normalizer: Normalizer,
+    config: RoundingConfig,
+    raw: npt.NDArray[np.float64],
+    generator: torch.Generator,
+) -> RoundedPolicy:
+    shape = demonstrations.obs.shape[1:]
+    policy = RoundedPolicy(shape, demonstrations.n_actions, config.levels, config.conv, config.hidden, normalizer)
     with torch.no_grad():
+        used = torch.from_numpy(np.isfinite(raw))
         unit = normalizer(np.where(np.isfinite(raw), raw, 0.0))
         policy.rounding.thresholds.copy_(torch.where(used, unit, UNUSED))
         for layer in policy.head.layers:

@@ -75,7 +75,7 @@ class RoundedConfig:
     n_actions: int
     levels: int = 2
     """Thresholds per pixel and channel, at most."""
-    conv: tuple[tuple[int, int, int], ...] = ((32, 8, 4), (32, 4, 2), (32, 3, 1))
+    conv: tuple[tuple[int, int, int], ...] = ((16, 8, 4), (32, 4, 2), (32, 3, 1))
     """Channels, kernel and stride of the convolutions."""
     hidden: tuple[int, ...] = (256,)
     """Widths between the linear layers behind them."""
@@ -147,11 +147,6 @@ class RoundedPolicy(CertifiedPolicy):
     def surrogate_scores(self, unit: Tensor, p: float) -> Tensor:
         """There are no sort layers to smooth; the gradient is that of :meth:`scores`."""
         return self.scores(unit)
-
-    def training_scores(self, unit: Tensor) -> Tensor:
-        """The same network in single precision."""
-        scores: Tensor = self.head(self.rounding(unit))
-        return scores
 
     def calibrate(self, unit: Tensor) -> None:
         """Nothing is estimated from states."""
