@@ -101,6 +101,18 @@ def test_students_see_the_whole_image_and_are_small(game):
     assert policy.parameter_count < 2_500_000
 
 
+@pytest.mark.parametrize("env_id", ["sortrl/Pong84-v0", "sortrl/Jumper-train-v0"])
+def test_the_printed_recipe_for_images_is_a_preset(env_id):
+    """Six sort layers of 1280, two linear ones of 256, theta = 2.2 eps, 100,000 states, batches of 512, 2,000 iterations."""
+    config = robustify_config(env_id, preset="paper", train_teacher=False)
+    made = config.distill
+    assert (made.width, made.depth, made.head, made.rho) == (1280, 6, (256, 256), 0.3)
+    assert made.theta == pytest.approx(2.2 * config.eps)
+    assert (config.collect.states, made.batch, made.steps, config.dagger_rounds) == (100_000, 512, 2000, 0)
+    policy = HybridPolicy((1, 12, 12), 4, width=made.width, depth=made.depth, hidden=made.head)
+    assert [tuple(layer.weight.shape) for layer in policy.head.layers] == [(256, 1280), (256, 256), (4, 256)]
+
+
 def test_a_game_from_teacher_to_picture(short_pong, tmp_path, monkeypatch, capsys):
     save_teacher(tmp_path / "teachers" / "pong", seed=0)
     options = ["--task", "Pong", "--scale", "smoke", "--teachers", str(tmp_path / "teachers")]

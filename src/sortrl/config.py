@@ -31,6 +31,8 @@ class Task:
     """Likewise for the ``memory`` preset."""
     rounded: dict[str, Any] = field(default_factory=dict)
     """Likewise for the ``rounded`` preset, with the fields of ``RoundingConfig``."""
+    paper: dict[str, Any] = field(default_factory=dict)
+    """Likewise for the ``paper`` preset."""
 
 
 # Students of large images: convolutions, of which the last sees everything, one sort layer and a linear head.
@@ -51,6 +53,14 @@ IMAGES: dict[str, Any] = {
     "exact_share": 0.2,
     "eps_grid": tuple(k / 255 for k in (0, 1, 2, 3, 5)),  # those of the tables, and the one that is trained for
     "suite": (),  # the tables have attacks enough
+}
+# As printed for video games: sort layers on the pixels, two linear layers behind them, 100,000 states of the teacher's own play.
+PRINTED: dict[str, Any] = {
+    "collect": CollectConfig(states=100_000, exploration=0.0, slots=64),
+    "width": 1280,
+    "depth": 6,
+    "head": (256, 256),
+    "theta_factor": 2.2,
 }
 PROCGEN: dict[str, Any] = {
     **IMAGES,
@@ -149,6 +159,7 @@ TASKS: dict[str, Task] = {
             eps=2 / 255,
             fast=PROCGEN,
             memory=LEVELS,
+            paper=PRINTED,
         ),
         Task(
             "sortrl/Coinrun-train-v0",
@@ -156,6 +167,7 @@ TASKS: dict[str, Task] = {
             eps=2 / 255,
             fast=PROCGEN,
             memory=LEVELS,
+            paper=PRINTED,
         ),
         Task(
             "sortrl/Freeway84-v0",
@@ -164,6 +176,7 @@ TASKS: dict[str, Task] = {
             ATARI,
             ATARI_MEMORY,
             ATARI_ROUNDED,
+            PRINTED,
         ),
         Task(
             "sortrl/RoadRunner84-v0",
@@ -172,6 +185,7 @@ TASKS: dict[str, Task] = {
             ATARI,
             ROADRUNNER_MEMORY,
             ATARI_ROUNDED,
+            PRINTED,
         ),
         Task(
             "sortrl/Pong84-v0",
@@ -180,6 +194,7 @@ TASKS: dict[str, Task] = {
             ATARI,
             ATARI_MEMORY,
             {**ATARI_ROUNDED, "gap": 15.5 / 255},
+            PRINTED,
         ),
         Task(
             "sortrl/BankHeist84-v0",
@@ -188,6 +203,7 @@ TASKS: dict[str, Task] = {
             ATARI,
             ATARI_MEMORY,
             {**ATARI_ROUNDED, "gap": 7.5 / 255},
+            PRINTED,
         ),
     )
 }
@@ -301,7 +317,7 @@ def robustify_config(
         rounding=RoundingConfig() if rounded else None,
     )
     own = task.fast if fast else {name: task.fast[name] for name in MEASURED if preset != "paper" and name in task.fast}
-    own = own | {"memory": task.memory, "rounded": task.rounded}.get(preset, {})
+    own = own | {"memory": task.memory, "rounded": task.rounded, "paper": task.paper}.get(preset, {})
     return _with_changes(config, {**own, **{k: v for k, v in changes.items() if v is not None}})
 
 
