@@ -140,8 +140,9 @@ class RoundedPolicy(CertifiedPolicy):
         return math.inf
 
     def scores(self, unit: Tensor) -> Tensor:
-        """In float64, where the rounding of sums is next to nothing."""
-        scores: Tensor = self.head(self.rounding(unit).double()).float()
+        """In float64, where the rounding of sums is next to nothing; for gradients, which only say where to go, in float32."""
+        answers = self.rounding(unit)
+        scores: Tensor = self.head(answers if answers.requires_grad else answers.double()).float()
         return scores
 
     def surrogate_scores(self, unit: Tensor, p: float) -> Tensor:
