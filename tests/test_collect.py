@@ -86,6 +86,21 @@ def test_labels_are_the_teachers_greedy_answers_to_clean_states(teacher):
     assert 0.05 < (demos.transitions.played != demos.actions).mean() < 0.6  # it did explore
 
 
+def test_sticky_actions_repeat_the_last_one(teacher):
+    def repeats(sticky):
+        config = CollectConfig(states=3000, exploration=1.0, temperature=1e-9, random_actions=0.0, sticky=sticky)
+        demos = collect(teacher, "CartPole-v1", config)
+        played, first = demos.transitions.played, np.append(True, demos.episodes[1:] != demos.episodes[:-1])
+        assert (played[first] == demos.actions[first]).all(), "at the start there is nothing to repeat"
+        return float((played != demos.actions).mean()), played[1:][~first[1:]] == played[:-1][~first[1:]]
+
+    assert repeats(0.0)[0] < 0.01
+    changed, same = repeats(0.5)
+    assert changed > 0.1
+    assert same.mean() > repeats(0.0)[1].mean()
+    assert repeats(1.0)[1].all()
+
+
 def test_episodes_are_whole_ordered_and_real(teacher):
     demos = collect(teacher, "CartPole-v1", CollectConfig(states=3000, exploration=1.0, random_actions=0.2))
     assert (np.diff(demos.episodes) >= 0).all()

@@ -47,6 +47,8 @@ class CollectConfig:
     random_actions: float = 0.05
     """In exploring episodes, share of the steps with a uniformly random action. It is the only exploration of teachers
     whose scores are not logits (DQN, QR-DQN, callables)."""
+    sticky: float = 0.0
+    """In exploring episodes, share of the steps on which the action of the step before is played again, whatever was chosen."""
     eps_unit: float = 0.0
     """Act on observations perturbed by uniform noise, in the teacher's normalised units; each episode draws its own
     noise level between 0 and this. It covers the states that a disturbed agent reaches."""
@@ -62,7 +64,7 @@ class CollectConfig:
     """Episodes played side by side. Fewer are used when `states` is too small for them to reach their end."""
 
     def __post_init__(self) -> None:
-        for name in ("exploration", "random_actions", "beta", "focus"):
+        for name in ("exploration", "random_actions", "sticky", "beta", "focus"):
             if not 0 <= getattr(self, name) <= 1:
                 raise SortRLError(f"CollectConfig: {name} is {getattr(self, name)}, expected a share between 0 and 1.")
         for name in ("states", "slots"):
@@ -126,6 +128,7 @@ class _Recorder:
         self.episode = np.zeros(n, np.int64)
         self.exploring = np.zeros(n, bool)
         self.eps_unit = np.zeros(n)
+        self.before = np.full(n, -1)  # the actions of the last step; none at the start of an episode
         self.starts, self.start_of, self.total = Starts(), [b""] * n, np.zeros(n)
         self.numbers: list[int] = []  # of the episodes' starts
         # Filled row by row: a hundred thousand images are held once, and twice only while they are put in order.
@@ -158,7 +161,7 @@ class _Recorder:
             env_seed = self._least_tried(slot, episode)
         self.obs[slot] = self.slots.reset(slot, env_seed)
         self.start_of[slot], self.total[slot] = self._begun(slot, env_seed), 0.0
-        self.episode[slot] = episode
+        self.episode[slot], self.before[slot] = episode, -1
         self.exploring[slot] = self.rng.random() < self.config.exploration
         self.eps_unit[slot] = self.rng.random() * self.config.eps_unit
 
@@ -184,7 +187,7 @@ class _Recorder:
         now["obs"][:], now["episodes"][:] = self.obs[:n], self.episode[:n]
         logits = now["logits"][:] = self.scores(self.obs)[:n]
         now["labels"][:] = logits.argmax(axis=1)
-        played = now["played"][:] = self.choose(logits, actor)
+        played = now["played"][:] = self.before[:n] = self.choose(logits, actor)
         self.slots.begin(range(n), played)
         for slot in range(n):
             self.obs[slot], now["rewards"][slot], done = self.slots.step(slot, int(played[slot]))
@@ -217,6 +220,8 @@ class _Recorder:
             # The arg-max of logits plus Gumbel noise is a sample of their softmax.
             sampled = (logits / config.temperature + self.rng.gumbel(size=logits.shape)).argmax(axis=1)
         sampled = np.where(draws[1] < config.random_actions, random_actions, sampled)
+        if config.sticky > 0:  # nothing is drawn otherwise: collections of before stay what they were
+            sampled = np.where((self.rng.random(n) < config.sticky) & (self.before[:n] >= 0), self.before[:n], sampled)
         chosen: npt.NDArray[np.int64] = np.where(self.exploring[:n], sampled, greedy).astype(np.int64)
         return chosen
 

@@ -79,7 +79,7 @@ ATARI: dict[str, Any] = {
 }
 # The teacher's own play from all thirty starts, and episodes in which it has to find its way back.
 ATARI_ROUNDED: dict[str, Any] = {
-    "collect": CollectConfig(states=130_000, exploration=0.5, random_actions=0.05, spread=True, slots=64),
+    "collect": CollectConfig(states=130_000, exploration=0.5, random_actions=0.05, sticky=0.25, spread=True, slots=64),
     "dagger_rounds": 1,
     "dagger_states": 40_000,
     "noise": 0.0,
@@ -193,7 +193,7 @@ TASKS: dict[str, Task] = {
             2 / 255,
             ATARI,
             ATARI_MEMORY,
-            {**ATARI_ROUNDED, "gap": 15.5 / 255},
+            ATARI_ROUNDED,
             PRINTED,
         ),
         Task(

@@ -113,7 +113,7 @@ class Run:
             config = {name: value for name, value in config.items() if name not in ("eps_keep", "memory_bytes")}
         if config["rounding"] is None:  # likewise, of students that see rounded pixels
             del config["rounding"]
-        for name in ("focus", "spread"):  # likewise
+        for name in ("focus", "spread", "sticky"):  # likewise
             if not config["collect"][name]:
                 del config["collect"][name]
         identity = {"env": self.env_id, "seed": self.seed, "teacher": source, "config": config}
