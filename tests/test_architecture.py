@@ -28,6 +28,7 @@ ORDER = [
     "collect",
     "distill",
     "remember",
+    "search",
     "boxes",
     "compact",
     "certify",

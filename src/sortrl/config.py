@@ -10,6 +10,7 @@ from sortrl.collect import CollectConfig
 from sortrl.compact import EPS_KEEP, SIZE
 from sortrl.distill import PRESETS, DistillConfig
 from sortrl.errors import SortRLError
+from sortrl.search import SearchConfig
 from sortrl.teachers import TeacherConfig, teacher_preset
 
 Preset = Literal["fast", "paper", "memory"]
@@ -55,8 +56,11 @@ PROCGEN: dict[str, Any] = {
     "collect": CollectConfig(states=100_000, exploration=1.0, random_actions=0.02, slots=64),
     "bounded_conv": ((24, 4, 4), (48, 3, 2), (256, 7, 1)),  # 64 x 64 -> 16 -> 7 -> 1
 }
-# Many tries from every level, and as many again from those that were not yet solved twice.
-LEVELS: dict[str, Any] = {"collect": CollectConfig(states=200_000, exploration=1.0, focus=0.5, slots=64)}
+# Many tries from every level, as many again from those that were not yet solved twice, and a search where all were lost.
+LEVELS: dict[str, Any] = {
+    "collect": CollectConfig(states=200_000, exploration=1.0, focus=0.5, slots=64),
+    "search": SearchConfig(steps=1_500_000, goal=10.0),
+}
 ATARI: dict[str, Any] = {
     **IMAGES,
     # A Q-learner is greedy, and a seed only draws 1 to 30 idle frames: random actions make the episodes differ.
@@ -177,6 +181,8 @@ class RobustifyConfig:
     that the data hold what a disturbed agent meets."""
     remember: bool
     """Make a student that is not trained but remembers the teacher's best episodes (:mod:`sortrl.remember`)."""
+    search: SearchConfig
+    """For such a student: how to look for episodes that win where the teacher never did (:mod:`sortrl.search`)."""
     smoothing: float
     """The student learns from the teacher averaged over Gaussian displacements of this size; 0 for the teacher itself."""
     start_radius: float
@@ -251,6 +257,7 @@ def robustify_config(
         dagger_eps=0.0,
         noise=eps if fast else 0.0,
         remember=memory,
+        search=SearchConfig(),
         smoothing=0.0,
         start_radius=0.0,
         episodes=30,

@@ -33,6 +33,7 @@ from sortrl.nets import CertifiedPolicy
 from sortrl.progress import Report, stage
 from sortrl.records import Demonstrations, Policy, stored_rows
 from sortrl.remember import best_episodes
+from sortrl.search import search
 from sortrl.suite import LEARNED, evaluate_suite
 from sortrl.teachers import Teacher, decided_at_start, load_teacher, smoothed, train_teacher
 from sortrl.teachers.grading import LOG_FILE
@@ -110,6 +111,8 @@ class Run:
         for name in ("focus", "spread"):  # likewise
             if not config["collect"][name]:
                 del config["collect"][name]
+        if not config["search"]["steps"]:
+            del config["search"]
         identity = {"env": self.env_id, "seed": self.seed, "teacher": source, "config": config}
         path = self.directory / "run.json"
         if path.exists():
@@ -159,6 +162,7 @@ class Run:
             )
         training, held_out = split(data, VALIDATION_SHARE, self.seed)
         if self.config.remember:
+            training = self.searched(training, teacher)
             return self._finish(self.remembered(training, teacher), [], training, held_out)
         for index in range(1, self.config.dagger_rounds + 1):
             training = merge(training, self.dagger(index, training, held_out, teacher))
@@ -187,6 +191,17 @@ class Run:
         write_json(self.directory / "training.json", {"history": history, "data": facts})
         policy.save(self.directory)
         return policy
+
+    def searched(self, data: Demonstrations, teacher: Teacher) -> Demonstrations:
+        """With episodes that win where none in the data does, as far as they can be found."""
+        path, done = self.directory / "search.safetensors", self.directory / "search.json"
+        if self.config.search.steps > 0 and not done.exists():
+            with self._stage("search", "Searching where the teacher never won") as progress:
+                found = search(teacher, data, self.config.search, self.seed, progress)
+            if found is not None:
+                save_demonstrations(path, found)
+            write_json(done, {"won": 0 if found is None else len(np.unique(found.episodes))})
+        return merge(data, load_demonstrations(path)) if path.exists() else data
 
     def remembered(self, data: Demonstrations, teacher: Teacher) -> CertifiedPolicy:
         """A student that is not trained: the best episodes in the data, and the nearest neighbour among their states."""

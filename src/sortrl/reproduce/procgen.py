@@ -21,6 +21,7 @@ from sortrl.reproduce import quoted
 from sortrl.reproduce.cells import CellTable, cell_text, figure, file_name, measured
 from sortrl.reproduce.experts import find_folder
 from sortrl.reproduce.figure1 import Scale
+from sortrl.search import SearchConfig
 from sortrl.teachers import Teacher, load_teacher, sampled, teacher_preset, train_teacher
 
 Table = Literal["table2", "table4"]
@@ -118,7 +119,7 @@ def student_of(game: str, agent: str, teacher: Teacher, work: Path, scale: Scale
 def student_run(game: str, agent: str, work: Path, scale: Scale) -> Run:
     """The run that makes one of our students."""
     env_id, preset = f"sortrl/{game}-train-v0", OURS[agent]
-    tiny: dict[str, Any] = {"steps": 20, "dagger_rounds": 0} if scale == "smoke" else {}
+    tiny: dict[str, Any] = {"steps": 20, "dagger_rounds": 0, "search": SearchConfig()} if scale == "smoke" else {}
     config = robustify_config(env_id, preset=preset, train_teacher=False, **tiny)
     folder = f"{game}-{scale}" + ("" if preset == "fast" else f"-{preset}")
     return Run(work / "students" / folder, env_id, config, 0, quiet=False)
