@@ -29,6 +29,7 @@ ORDER = [
     "distill",
     "remember",
     "search",
+    "straighten",
     "boxes",
     "compact",
     "certify",

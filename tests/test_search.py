@@ -134,7 +134,7 @@ def test_a_memory_with_search_wins_where_its_teacher_cannot(teacher, tmp_path):
     winnable = [seed for seed in seeds if np.random.default_rng(seed).integers(3) < 2]
     returns = greedy_returns(policy, "Locks-v0", seeds)
     assert np.flatnonzero(returns == 10.0).tolist() == winnable
-    assert read_json(tmp_path / "search.json") == {"won": 2}
+    assert read_json(tmp_path / "search.json") == {"episodes": 2}
 
 
 def test_places_are_coarse():

@@ -33,7 +33,8 @@ from sortrl.nets import CertifiedPolicy
 from sortrl.progress import Report, stage
 from sortrl.records import Demonstrations, Policy, stored_rows
 from sortrl.remember import best_episodes
-from sortrl.search import search
+from sortrl.search import SearchConfig, search
+from sortrl.straighten import straightened
 from sortrl.suite import LEARNED, evaluate_suite
 from sortrl.teachers import Teacher, decided_at_start, load_teacher, smoothed, train_teacher
 from sortrl.teachers.grading import LOG_FILE
@@ -111,7 +112,7 @@ class Run:
         for name in ("focus", "spread"):  # likewise
             if not config["collect"][name]:
                 del config["collect"][name]
-        if not config["search"]["steps"]:
+        if self.config.search == SearchConfig():
             del config["search"]
         identity = {"env": self.env_id, "seed": self.seed, "teacher": source, "config": config}
         path = self.directory / "run.json"
@@ -193,14 +194,36 @@ class Run:
         return policy
 
     def searched(self, data: Demonstrations, teacher: Teacher) -> Demonstrations:
-        """With episodes that win where none in the data does, as far as they can be found."""
-        path, done = self.directory / "search.safetensors", self.directory / "search.json"
-        if self.config.search.steps > 0 and not done.exists():
-            with self._stage("search", "Searching where the teacher never won") as progress:
-                found = search(teacher, data, self.config.search, self.seed, progress)
+        """With episodes that win where none in the data does, and plainer ones, as far as they can be found."""
+        config = self.config.search
+        if config.steps > 0:
+            data = self._with_found(
+                "search",
+                "Searching where the teacher never won",
+                data,
+                lambda p: search(teacher, data, config, self.seed, p),
+            )
+        whole = data
+        if config.straighten:
+            data = self._with_found(
+                "straighten",
+                "Putting back the teacher's own answers",
+                whole,
+                lambda p: straightened(teacher, whole, config.goal, self.seed, p),
+            )
+        return data
+
+    def _with_found(
+        self, name: str, title: str, data: Demonstrations, find: Callable[[Report], Demonstrations | None]
+    ) -> Demonstrations:
+        """The data and further episodes, which are found now or were before."""
+        path, done = self.directory / f"{name}.safetensors", self.directory / f"{name}.json"
+        if not done.exists():
+            with self._stage(name, title) as progress:
+                found = find(progress)
             if found is not None:
                 save_demonstrations(path, found)
-            write_json(done, {"won": 0 if found is None else len(np.unique(found.episodes))})
+            write_json(done, {"episodes": 0 if found is None else len(np.unique(found.episodes))})
         return merge(data, load_demonstrations(path)) if path.exists() else data
 
     def remembered(self, data: Demonstrations, teacher: Teacher) -> CertifiedPolicy:
@@ -208,7 +231,7 @@ class Run:
         with self._stage("remember", "Remembering the best episodes"):
             config = self.config.distill
             small = compact(
-                best_episodes(data),
+                best_episodes(data, plain=self.config.search.straighten),
                 teacher.normalizer,
                 config.pool,
                 config.crop,

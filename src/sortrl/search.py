@@ -12,7 +12,7 @@ is won again by answering every picture as the way did last (or first) when it c
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -54,6 +54,8 @@ class SearchConfig:
     """How much softer than its own the teacher's choices are; each try draws one."""
     slots: int = 32
     """Tries played side by side."""
+    straighten: bool = False
+    """Then put back what need not differ from the teacher's own answers (:mod:`sortrl.straighten`)."""
 
     def __post_init__(self) -> None:
         for name, least in (("steps", 0), ("horizon", 1), ("patience", 1), ("longest_run", 1), ("slots", 1)):
@@ -93,7 +95,7 @@ def search(
                 done = min(searching.steps, config.steps)
                 won, lost = len(searching.won), len(searching.open)
                 progress({"step": done, "total": config.steps, "won": won, "lost": lost})
-    return _recorded(known.env_id, searching.won, teacher)
+    return recorded(known.env_id, searching.won, teacher)
 
 
 def place_of(frame: Frame) -> bytes:
@@ -161,14 +163,16 @@ class _Try:
 
 
 @dataclass(frozen=True)
-class _Episode:
-    """A won episode that can be played from its pictures."""
+class Won:
+    """An episode as it was played."""
 
     start: int
     obs: list[Frame]
     played: list[int]
     rewards: list[float]
     terminated: bool
+    ended: bool
+    """Terminated, or out of time."""
     final: Frame
 
 
@@ -181,7 +185,7 @@ class _Search:
         self.obs = np.zeros((len(slots), *slots.info.obs_shape), slots.info.obs_dtype)
         self.tries: list[_Try | None] = [None] * len(slots)
         self.open: list[_Start] = []
-        self.won: list[_Episode] = []
+        self.won: list[Won] = []
         self.steps = 0
 
     def play(self) -> None:
@@ -242,42 +246,44 @@ class _Search:
 
     def _keep(self, slot: int, one: _Try) -> None:
         """Close the start, if the way to its end can be played from pictures."""
-        frames = self._frames(slot, one)
-        forwards = list(zip(frames, one.way, strict=True))
-        for answers in (dict(forwards), dict(forwards[::-1])):  # the last answer to each picture, or the first
-            episode = self._replayed(slot, one.start, answers, 2 * len(one.way))
-            if episode is not None:
-                self.won.append(episode)
-                self.open.remove(one.start)
-                return
+        episode, steps = from_pictures(self.slots, slot, one.start.seed, one.way, self.config.goal)
+        self.steps += steps
+        if episode is not None:
+            self.won.append(episode)
+            self.open.remove(one.start)
 
-    def _frames(self, slot: int, one: _Try) -> list[bytes]:
-        """The pictures along a way, but for the last."""
-        frame, frames = self.slots.reset(slot, one.start.seed), []
-        for action in one.way:
-            frames.append(_key(frame))
-            frame, _, _ = self.slots.step(slot, action)
-        self.steps += len(one.way)
-        return frames
 
-    def _replayed(self, slot: int, start: _Start, answers: dict[bytes, int], longest: int) -> _Episode | None:
-        """The episode that these answers play, if it is won."""
-        frame, obs, played, rewards = self.slots.reset(slot, start.seed).copy(), [], [], []
-        for _ in range(longest):
-            action = answers.get(_key(frame))
-            if action is None:
-                return None
-            obs.append(frame)
-            shown, reward, done = self.slots.step(slot, action)
-            frame = shown.copy()
-            self.steps += 1
-            played.append(action)
-            rewards.append(reward)
-            if done:
-                won = sum(rewards) >= self.config.goal
-                ended = bool(self.slots.terminated[slot])
-                return _Episode(start.number, obs, played, rewards, ended, frame) if won else None
-        return None
+def from_pictures(slots: EnvSlots, slot: int, seed: int, way: bytes | bytearray, goal: float) -> tuple[Won | None, int]:
+    """The episode of an agent that answers each picture as a way did, the last time it came by there or the first, if it is
+    won; and how many steps it took to find out."""
+    frame, frames = slots.reset(slot, seed), []
+    for action in way:
+        frames.append(_key(frame))
+        frame, _, _ = slots.step(slot, action)
+    steps = len(way)
+    forwards = list(zip(frames, way, strict=True))
+    for answers in (dict(forwards), dict(forwards[::-1])):
+        episode = _answered(slots, slot, seed, answers, 2 * len(way))
+        steps += len(episode.played)
+        if episode.ended and sum(episode.rewards) >= goal:
+            return episode, steps
+    return None, steps
+
+
+def _answered(slots: EnvSlots, slot: int, seed: int, answers: dict[bytes, int], longest: int) -> Won:
+    """What these answers play, up to a picture that has none."""
+    frame, number = slots.reset(slot, seed).copy(), int(slots.starts[slot])
+    obs: list[Frame] = []
+    played: list[int] = []
+    rewards: list[float] = []
+    done = False
+    while not done and len(played) < longest and (action := answers.get(_key(frame))) is not None:
+        obs.append(frame)
+        shown, reward, done = slots.step(slot, action)
+        frame = shown.copy()
+        played.append(action)
+        rewards.append(reward)
+    return Won(number, obs, played, rewards, bool(slots.terminated[slot]), bool(done), frame)
 
 
 def scores_of(teacher: Teacher, obs: Frame) -> npt.NDArray[np.float32]:
@@ -290,29 +296,43 @@ def _key(frame: Frame) -> bytes:
     return hashlib.blake2b(frame.tobytes(), digest_size=16).digest()
 
 
-def _lost_starts(slots: EnvSlots, known: Demonstrations, goal: float, seed: int) -> list[_Start]:
-    """Those that ``known`` has not won, with seeds that lead there, and those that it has not met."""
+def rows_by_start(known: Demonstrations) -> dict[bytes, list[npt.NDArray[np.int64]]]:
+    """The rows of each episode, by the name of its start."""
     after = known.transitions
     if after is None:
         raise SortRLError("search: these demonstrations lack transitions (rewards and ends). Collect them again.")
-    best: dict[bytes, float] = {}
+    found: dict[bytes, list[npt.NDArray[np.int64]]] = {}
     for index, rows in enumerate(np.split(np.arange(len(known)), np.flatnonzero(np.diff(known.episodes)) + 1)):
         name = start_name(known.obs[rows[0]], -1 if after.starts is None else int(after.starts[index]))
-        best[name] = max(best.get(name, -np.inf), float(after.rewards[rows].sum()))
-    missing = {name for name, total in best.items() if total < goal}
-    found: dict[bytes, _Start] = {}
+        found.setdefault(name, []).append(rows)
+    return found
+
+
+def seeds_of(slots: EnvSlots, names: Iterable[bytes], seed: int) -> dict[bytes, tuple[int, int]]:
+    """Seeds that lead to these starts, and their numbers; starts that are met on the way are there too."""
+    missing = set(names)
+    found: dict[bytes, tuple[int, int]] = {}
     for env_seed in np.random.SeedSequence([seed, 6]).generate_state(_DRAWS) >> 1:
         if not missing:
             break
         frame, number = slots.reset(0, int(env_seed)), int(slots.starts[0])
         name = start_name(frame, number)
         missing.discard(name)
-        if best.get(name, -np.inf) < goal:
-            found.setdefault(name, _Start(int(env_seed), number))
-    return list(found.values())
+        found.setdefault(name, (int(env_seed), number))
+    return found
 
 
-def _recorded(env_id: str, won: list[_Episode], teacher: Teacher) -> Demonstrations | None:
+def _lost_starts(slots: EnvSlots, known: Demonstrations, goal: float, seed: int) -> list[_Start]:
+    """Those that ``known`` has not won, with seeds that lead there, and those that it has not met."""
+    by_start, after = rows_by_start(known), known.transitions
+    assert after is not None
+    won = {name for name, some in by_start.items() if max(after.rewards[rows].sum() for rows in some) >= goal}
+    seeds = seeds_of(slots, by_start.keys() - won, seed)
+    return [_Start(*place) for name, place in seeds.items() if name not in won]
+
+
+def recorded(env_id: str, won: list[Won], teacher: Teacher) -> Demonstrations | None:
+    """The episodes as demonstrations, with the teacher's answers beside what was played."""
     if not won:
         return None
     obs = np.concatenate([np.stack(one.obs) for one in won])
