@@ -48,6 +48,7 @@ ORDER = [
     "certification",
     "config",
     "pipeline",
+    "imitate",
     "publish",
     "reliability",
     "reproduce",

@@ -60,7 +60,7 @@ PROCGEN: dict[str, Any] = {
 # that won only what the teacher would not have done by itself.
 LEVELS: dict[str, Any] = {
     "collect": CollectConfig(states=200_000, exploration=1.0, focus=0.5, slots=64),
-    "search": SearchConfig(steps=1_500_000, goal=10.0, straighten=True),
+    "search": SearchConfig(steps=1_000_000, goal=10.0, straighten=True),
 }
 ATARI: dict[str, Any] = {
     **IMAGES,
