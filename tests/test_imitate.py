@@ -13,6 +13,7 @@ from sortrl.errors import SortRLError
 from sortrl.files import read_json
 from sortrl.imitate import ImitationConfig, imitate
 from sortrl.normalizer import Normalizer
+from sortrl.publish import _teacher_lines, _training
 from sortrl.teachers import Architecture, Teacher, load_teacher
 
 SIZE = 8
@@ -97,6 +98,15 @@ def test_the_command_goes_on_from_a_saved_teacher(teacher, tmp_path, monkeypatch
     main(["teach", "Turns-v0", *arguments])
     assert "10.0 ± 0.0" in capsys.readouterr().out
     assert Teacher.load(tmp_path / "after").name == "coin"
+
+
+def test_cards_say_what_came_before():
+    history = [{"step": 500, "return": 9.5}, {"step": 1000, "return": 9.0}]
+    training = _training({"history": history, "before": {"history": [{"step": 70_000, "return": 7.0}]}})
+    assert _teacher_lines(training) == [
+        "- the teacher had 7.0 after 70,000 steps of training",
+        "- it had 9.5 after 500 steps of imitating the best of its own tries",
+    ]
 
 
 def test_only_networks_of_actor_critics_can_imitate(tmp_path):
