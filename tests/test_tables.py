@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 import torch
 
+import sortrl
+from sortrl import zoo
 from sortrl.envs import EnvSlots
 from sortrl.errors import SortRLError
 from sortrl.files import read_json, write_json
@@ -18,7 +20,7 @@ from sortrl.remember import remember
 from sortrl.reproduce import procgen as tables
 from sortrl.reproduce import quoted
 from sortrl.reproduce.cells import CellTable, fingerprint
-from sortrl.reproduce.procgen import MEMORY, OURS, STUDENT, Cell
+from sortrl.reproduce.procgen import MEMORY, OURS, STUDENT, TEACHER, Cell
 from sortrl.teachers import Architecture, Teacher
 
 
@@ -130,6 +132,20 @@ def test_the_tables_have_both_students():
     wanted = tables.cells("table4", ["Jumper"], published=False)
     assert {(cell.agent, cell.level) for cell in wanted} >= {(agent, k) for agent in OURS for k in (0, 10, 20, 40)}
     assert Cell("Jumper", "train", MEMORY, "none", 0).name == "Jumper-train-sortrl--memory-none-0"
+
+
+@pytest.mark.usefixtures("procgen")
+def test_the_agents_of_the_zoo_play_unless_others_were_made(tmp_path, monkeypatch):
+    def player(agent, game="Coinrun", scale="cpu"):
+        return tables._agent(Cell(game, "train", agent, "none", 0), tmp_path, None, scale, print)
+
+    assert fingerprint(player(MEMORY)) == fingerprint(sortrl.load("zoo:coinrun"))
+    assert fingerprint(player(TEACHER)) == fingerprint(Teacher.load(zoo.entry("coinrun") / "teacher"))
+    monkeypatch.setattr(tables, "train_teacher", lambda *_: "trained")
+    monkeypatch.setattr(tables.Run, "student", lambda self, teacher: teacher)
+    assert player(MEMORY, "Jumper") == "trained", "the zoo's was made from the published agent, which is not here"
+    (tmp_path / "students" / "Coinrun-cpu-memory").mkdir(parents=True)
+    assert isinstance(player(MEMORY), Teacher), "the one that was made here, from the zoo's teacher"
 
 
 @pytest.mark.usefixtures("procgen")

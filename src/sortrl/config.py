@@ -11,6 +11,7 @@ from sortrl.compact import EPS_KEEP, SIZE
 from sortrl.distill import PRESETS, DistillConfig
 from sortrl.errors import SortRLError
 from sortrl.rounding import RoundingConfig
+from sortrl.search import SearchConfig
 from sortrl.teachers import TeacherConfig, teacher_preset
 
 Preset = Literal["fast", "paper", "memory", "rounded"]
@@ -68,8 +69,12 @@ PROCGEN: dict[str, Any] = {
     "collect": CollectConfig(states=100_000, exploration=1.0, random_actions=0.02, slots=64),
     "bounded_conv": ((24, 4, 4), (48, 3, 2), (256, 7, 1)),  # 64 x 64 -> 16 -> 7 -> 1
 }
-# Many tries from every level, and as many again from those that were not yet solved twice.
-LEVELS: dict[str, Any] = {"collect": CollectConfig(states=200_000, exploration=1.0, focus=0.5, slots=64)}
+# Many tries from every level, as many again from those that were not yet solved twice, a search where all were lost; and of all
+# that won only what the teacher would not have done by itself.
+LEVELS: dict[str, Any] = {
+    "collect": CollectConfig(states=200_000, exploration=1.0, focus=0.5, slots=64),
+    "search": SearchConfig(steps=1_000_000, goal=10.0, straighten=True),
+}
 ATARI: dict[str, Any] = {
     **IMAGES,
     # A Q-learner is greedy, and a seed only draws 1 to 30 idle frames: random actions make the episodes differ.
@@ -229,6 +234,8 @@ class RobustifyConfig:
     that the data hold what a disturbed agent meets."""
     remember: bool
     """Make a student that is not trained but remembers the teacher's best episodes (:mod:`sortrl.remember`)."""
+    search: SearchConfig
+    """For such a student: how to look for episodes that win where the teacher never did (:mod:`sortrl.search`)."""
     smoothing: float
     """The student learns from the teacher averaged over Gaussian displacements of this size; 0 for the teacher itself."""
     start_radius: float
@@ -310,6 +317,7 @@ def robustify_config(
         dagger_eps=0.0,
         noise=eps if fast else 0.0,
         remember=memory,
+        search=SearchConfig(),
         smoothing=0.0,
         start_radius=0.0,
         episodes=30,

@@ -35,6 +35,8 @@ from sortrl.progress import Report, stage
 from sortrl.records import Demonstrations, Policy, stored_rows
 from sortrl.remember import best_episodes
 from sortrl.rounding import RoundingConfig, distill_rounded
+from sortrl.search import SearchConfig, search
+from sortrl.straighten import straightened
 from sortrl.suite import LEARNED, evaluate_suite
 from sortrl.teachers import Teacher, decided_at_start, load_teacher, smoothed, train_teacher
 from sortrl.teachers.grading import LOG_FILE
@@ -116,6 +118,8 @@ class Run:
         for name in ("focus", "spread", "sticky"):  # likewise
             if not config["collect"][name]:
                 del config["collect"][name]
+        if self.config.search == SearchConfig():
+            del config["search"]
         identity = {"env": self.env_id, "seed": self.seed, "teacher": source, "config": config}
         path = self.directory / "run.json"
         if path.exists():
@@ -165,6 +169,7 @@ class Run:
             )
         training, held_out = split(data, VALIDATION_SHARE, self.seed)
         if self.config.remember:
+            training = self.searched(training, teacher)
             return self._finish(self.remembered(training, teacher), [], training, held_out)
         for index in range(1, self.config.dagger_rounds + 1):
             training = merge(training, self.dagger(index, training, held_out, teacher))
@@ -194,12 +199,45 @@ class Run:
         policy.save(self.directory)
         return policy
 
+    def searched(self, data: Demonstrations, teacher: Teacher) -> Demonstrations:
+        """With episodes that win where none in the data does, and plainer ones, as far as they can be found."""
+        config = self.config.search
+        if config.steps > 0:
+            data = self._with_found(
+                "search",
+                "Searching where the teacher never won",
+                data,
+                lambda p: search(teacher, data, config, self.seed, p),
+            )
+        whole = data
+        if config.straighten:
+            data = self._with_found(
+                "straighten",
+                "Putting back the teacher's own answers",
+                whole,
+                lambda p: straightened(teacher, whole, config.goal, self.seed, p),
+            )
+        return data
+
+    def _with_found(
+        self, name: str, title: str, data: Demonstrations, find: Callable[[Report], Demonstrations | None]
+    ) -> Demonstrations:
+        """The data and further episodes, which are found now or were before."""
+        path, done = self.directory / f"{name}.safetensors", self.directory / f"{name}.json"
+        if not done.exists():
+            with self._stage(name, title) as progress:
+                found = find(progress)
+            if found is not None:
+                save_demonstrations(path, found)
+            write_json(done, {"episodes": 0 if found is None else len(np.unique(found.episodes))})
+        return merge(data, load_demonstrations(path)) if path.exists() else data
+
     def remembered(self, data: Demonstrations, teacher: Teacher) -> CertifiedPolicy:
         """A student that is not trained: the best episodes in the data, and the nearest neighbour among their states."""
         with self._stage("remember", "Remembering the best episodes"):
             config = self.config.distill
             small = compact(
-                best_episodes(data),
+                best_episodes(data, plain=self.config.search.straighten),
                 teacher.normalizer,
                 config.pool,
                 config.crop,

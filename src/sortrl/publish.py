@@ -86,7 +86,10 @@ def _actions(policy: CertifiedPolicy, states: Any) -> Any:
 def _training(log: dict[str, Any]) -> dict[str, Any]:
     """How long the teacher took to the state that was kept, its best."""
     best = max(log["history"], key=lambda row: float(row["return"]))
-    return {key: best[key] for key in ("step", "return", "hours") if key in best}
+    found = {key: best[key] for key in ("step", "return", "hours") if key in best}
+    if "before" in log:  # of an agent that imitates its own best tries
+        found["imitates"] = None if log["before"] is None else _training(log["before"])
+    return found
 
 
 def _card(
@@ -155,7 +158,10 @@ def _teacher_lines(training: dict[str, Any] | None) -> list[str]:
     if training is None:
         return []
     hours = f", {training['hours']:.1f} hours" if "hours" in training else ""
-    return [f"- the teacher had {training['return']:.1f} after {training['step']:,} steps of training{hours}"]
+    had = f"had {training['return']:.1f} after {training['step']:,} steps of"
+    if "imitates" in training:
+        return [*_teacher_lines(training["imitates"]), f"- it {had} imitating the best of its own tries"]
+    return [f"- the teacher {had} training{hours}"]
 
 
 def _share_at(shares: dict[float, float], eps: float) -> str:

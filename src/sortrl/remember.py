@@ -40,8 +40,8 @@ class _Candidate:
     length: int
     total: float
     ended: bool
-    greedy: bool
-    """Whether it is the teacher's own play throughout."""
+    accidents: int
+    """Steps that are not the teacher's own play."""
     consistent: bool
     """Whether the same picture was always answered in the same way."""
     answers: dict[bytes, int]
@@ -49,15 +49,14 @@ class _Candidate:
     last_rows: tuple[int, ...]
     """Where it was given, in the same order."""
 
-    @property
-    def rank(self) -> tuple[bool, float, int]:
+    def rank(self, plain: bool) -> tuple[bool, float, int, int]:
         """The best comes first."""
-        return not self.ended, -self.total, self.length
+        return not self.ended, -self.total, self.accidents if plain else 0, self.length
 
 
-def best_episodes(demos: Demonstrations) -> Demonstrations:
-    """Of each start, the episode with the highest return, and of those the shortest; the answers are what was played.
-    Episodes that were cut off come last.
+def best_episodes(demos: Demonstrations, plain: bool = False) -> Demonstrations:
+    """Of each start, the episode with the highest return, and of those the shortest (with ``plain``: first the one that
+    differs least from the teacher's own play); the answers are what was played. Episodes that were cut off come last.
 
     An episode that gives two answers to one observation cannot be played by any policy that sees nothing else, so the next
     best is taken; likewise one that contradicts those of other starts. (If there is none, the best adds what contradicts nobody,
@@ -79,9 +78,9 @@ def best_episodes(demos: Demonstrations) -> Demonstrations:
             f"best_episodes: {episodes} episodes from {len(starts)} different starts. Remembering needs a task with few starts, "
             "each met several times (training levels of ProcGen, Atari): collect more states, or distil."
         )
-    ranked = {name: sorted(candidates, key=lambda one: one.rank) for name, candidates in starts.items()}
+    ranked = {name: sorted(candidates, key=lambda one: one.rank(plain)) for name, candidates in starts.items()}
     taken = _Taken()
-    chosen = {name: one for name, some in ranked.items() if (one := next((c for c in some if c.greedy), None))}
+    chosen = {name: one for name, some in ranked.items() if (one := next((c for c in some if not c.accidents), None))}
     for one in chosen.values():
         taken.add(one)
     for name, some in ranked.items():
@@ -111,7 +110,7 @@ def _candidate(demos: Demonstrations, after: Transitions, rows: IntArray) -> _Ca
         length=len(rows),
         total=float(after.rewards[rows].sum()),
         ended=bool(after.terminated[rows[-1]]),
-        greedy=bool((played == demos.actions[rows]).all()),
+        accidents=int((played != demos.actions[rows]).sum()),
         consistent=all(answers[picture] == action for picture, action in zip(pictures, played, strict=True)),
         answers=answers,
         last_rows=tuple(dict(zip(pictures, rows.tolist(), strict=True)).values()),

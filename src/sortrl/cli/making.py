@@ -88,6 +88,7 @@ def teach(
     out: Path | None = None,
     algorithm: Literal["ppo", "dqn", "pqn"] | None = None,
     processes: int = 1,
+    imitate: Path | None = None,
     seed: int = 0,
     json: Path | None = None,
 ) -> None:
@@ -98,6 +99,8 @@ def teach(
         out: Directory for the teacher [runs/teachers/<env>-<algorithm>].
         algorithm: ppo, dqn or (for images) pqn [the one the task has settings for, else ppo].
         processes: Among which the games of a PQN training are shared out; the result is the same.
+        imitate: Go on from this trained teacher (an actor-critic), which learns to play the best of its own sampled tries; for
+            tasks with few starts, such as the training levels of ProcGen.
         seed: Fixes the training.
         json: Write the result here.
     """
@@ -107,13 +110,31 @@ def teach(
     from sortrl.teachers import teacher_preset, train_teacher
 
     config = teacher_preset(env, algorithm)
-    directory = out or Path("runs") / "teachers" / f"{env.replace('/', '-')}-{config.algorithm}"
-    with locked(directory), stage(f"Training {config.algorithm.upper()} on {env}") as progress:
-        teacher = train_teacher(env, config, directory, seed, progress, processes)
+    kind = config.algorithm if imitate is None else "imitation"
+    directory = out or Path("runs") / "teachers" / f"{env.replace('/', '-')}-{kind}"
+    with locked(directory):
+        if imitate is not None:
+            teacher = _imitated(imitate, env, directory, seed)
+        else:
+            with stage(f"Training {config.algorithm.upper()} on {env}") as progress:
+                teacher = train_teacher(env, config, directory, seed, progress, processes)
     result = play(teacher, env, episodes=config.confirm_episodes, seed=seed + 1)
     print(f"{result.mean:.1f} ± {result.sem:.1f} over {config.confirm_episodes} greedy episodes\nteacher: {directory}")
     if json is not None:
         write_json(json, result.to_json())
+
+
+def _imitated(source: Path, env: str, directory: Path, seed: int) -> Any:
+    from sortrl.files import read_object
+    from sortrl.imitate import imitate
+    from sortrl.progress import stage
+    from sortrl.teachers import Teacher
+    from sortrl.teachers.grading import LOG_FILE
+
+    log = source / LOG_FILE
+    earlier = read_object(log) if log.is_file() else None
+    with stage(f"Imitating the best tries on {env}") as progress:
+        return imitate(Teacher.load(source), env, directory, None, seed, earlier, progress, quiet=False)
 
 
 Reproduced = Literal[

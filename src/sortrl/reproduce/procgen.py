@@ -11,16 +11,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from sortrl import attacks
+from sortrl import attacks, zoo
 from sortrl.config import Preset, robustify_config
 from sortrl.evaluate import evaluate
 from sortrl.nets import CertifiedPolicy
-from sortrl.pipeline import Run
+from sortrl.pipeline import Run, open_run
 from sortrl.records import Policy
 from sortrl.reproduce import quoted
 from sortrl.reproduce.cells import CellTable, cell_text, figure, file_name, measured
 from sortrl.reproduce.experts import find_folder
 from sortrl.reproduce.figure1 import Scale
+from sortrl.search import SearchConfig
 from sortrl.teachers import Teacher, load_teacher, sampled, teacher_preset, train_teacher
 
 Table = Literal["table2", "table4"]
@@ -102,23 +103,41 @@ def cells(table: Table, games: Iterable[str], published: bool) -> list[Cell]:
 
 
 def teacher_of(game: str, work: Path, published: Path | None, progress: Callable[[str], None]) -> Teacher:
-    """The published agent; or one that is trained here, which takes hours."""
+    """The published agent; or the one in the zoo; or one that is trained here, which takes hours."""
     env_id = f"sortrl/{game}-train-v0"
     if published is not None and TEACHER in PUBLISHED[game]:
         return load_teacher(published / PUBLISHED[game][TEACHER], env_id, merge="max")
+    _, shipped = _from_zoo(game)
+    if shipped is not None:
+        return shipped
     progress(f"{game}: training a teacher, or reading the trained one")
     return train_teacher(env_id, teacher_preset(env_id), work / "teachers" / game)
 
 
-def student_of(game: str, agent: str, teacher: Teacher, work: Path, scale: Scale) -> CertifiedPolicy:
-    """One of our students: made now, continued, or read back."""
-    return student_run(game, agent, work, scale).student(teacher)
+def _from_zoo(game: str) -> tuple[CertifiedPolicy | None, Teacher | None]:
+    """The memory that comes with the project, and the teacher that it was made from, if that was ours to pass on."""
+    if game.lower() not in zoo.names():
+        return None, None
+    _, memory, teacher = open_run(Path(f"{zoo.PREFIX}{game.lower()}"))
+    return memory, teacher
+
+
+def student_of(
+    game: str, agent: str, work: Path, published: Path | None, scale: Scale, progress: Callable[[str], None]
+) -> CertifiedPolicy:
+    """One of our students: made now, continued, or read back; or the one in the zoo."""
+    run = student_run(game, agent, work, scale)
+    memory, teacher = _from_zoo(game)
+    same_teacher = teacher is not None or (published is not None and TEACHER in PUBLISHED[game])
+    if agent == MEMORY and memory is not None and same_teacher and scale != "smoke" and not run.directory.exists():
+        return memory
+    return run.student(teacher_of(game, work, published, progress))
 
 
 def student_run(game: str, agent: str, work: Path, scale: Scale) -> Run:
     """The run that makes one of our students."""
     env_id, preset = f"sortrl/{game}-train-v0", OURS[agent]
-    tiny: dict[str, Any] = {"steps": 20, "dagger_rounds": 0} if scale == "smoke" else {}
+    tiny: dict[str, Any] = {"steps": 20, "dagger_rounds": 0, "search": SearchConfig()} if scale == "smoke" else {}
     config = robustify_config(env_id, preset=preset, train_teacher=False, **tiny)
     folder = f"{game}-{scale}" + ("" if preset == "fast" else f"-{preset}")
     return Run(work / "students" / folder, env_id, config, 0, quiet=False)
@@ -151,7 +170,7 @@ def _agent(
     cell: Cell, work: Path, published: Path | None, scale: Scale, progress: Callable[[str], None]
 ) -> Teacher | CertifiedPolicy:
     if cell.agent in OURS:
-        return student_of(cell.game, cell.agent, teacher_of(cell.game, work, published, progress), work, scale)
+        return student_of(cell.game, cell.agent, work, published, scale, progress)
     if cell.agent == TEACHER:
         return teacher_of(cell.game, work, published, progress)
     if cell.agent == SAMPLED and published is not None and TEACHER in PUBLISHED[cell.game]:
