@@ -34,6 +34,7 @@ ORDER = [
     "attacks",
     "timing",
     "evaluate",
+    "choosing",
     "watch",
     "film",
     "attacked",

@@ -10,7 +10,7 @@ from sortrl.collect import CollectConfig
 from sortrl.compact import EPS_KEEP, SIZE
 from sortrl.distill import PRESETS, DistillConfig
 from sortrl.errors import SortRLError
-from sortrl.teachers import TeacherConfig, teacher_preset
+from sortrl.teachers import SteadyConfig, TeacherConfig, teacher_preset
 
 Preset = Literal["fast", "paper", "memory"]
 RECIPES: dict[str, DistillConfig] = {**PRESETS, "memory": PRESETS["fast"]}
@@ -198,6 +198,16 @@ class RobustifyConfig:
     that is smaller; less only if the student would be too large otherwise."""
     memory_bytes: int = SIZE
     """How large a student that remembers may be in half precision, as the zoo stores it."""
+    steady: SteadyConfig | None = None
+    """First search near the teacher for one that plays as well and whose decisions fewer small displacements change
+    (:mod:`sortrl.teachers.steadying`); the student learns from that one. None: from the teacher as it is."""
+    candidates: int = 1
+    """Students distilled from the same data with different random numbers; the best on validation episodes is kept."""
+    choose_eps: tuple[float, ...] = (0.0,)
+    """The return that candidates are chosen by is the mean over these eps, attacked by ``attack``; of equals the one with more
+    decisions certified at ``eps`` is kept."""
+    choose_episodes: int = 50
+    """Validation episodes at each of those eps."""
 
     def __post_init__(self) -> None:
         for name, least in (
@@ -206,6 +216,8 @@ class RobustifyConfig:
             ("dagger_rounds", 0),
             ("dagger_states", 1),
             ("memory_bytes", 1),
+            ("candidates", 1),
+            ("choose_episodes", 1),
         ):
             value = getattr(self, name)
             if not isinstance(value, int) or value < least:
@@ -215,6 +227,8 @@ class RobustifyConfig:
                 raise SortRLError(f"robustify: {name} is {getattr(self, name)}, expected a finite number >= 0.")
         if not 0 < self.eps_keep < float("inf"):
             raise SortRLError(f"robustify: eps_keep is {self.eps_keep}, expected a positive finite number.")
+        if not self.choose_eps or not all(0 <= eps < float("inf") for eps in self.choose_eps):
+            raise SortRLError(f"robustify: choose_eps is {self.choose_eps}, expected one or more finite numbers >= 0.")
         if 0.0 not in self.eps_grid or not all(0 <= eps < float("inf") for eps in self.eps_grid):
             raise SortRLError(
                 f"robustify: eps_grid is {self.eps_grid}, expected finite numbers >= 0, and 0 among them."
