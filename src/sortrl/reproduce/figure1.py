@@ -74,8 +74,10 @@ SETTINGS: dict[tuple[str, str], dict[str, Any]] = {
     },
     # A steady teacher wants to be followed closely: neither averaged nor given up for wider margins.
     ("normalised", "CartPole-v1"): {
+        "eps": 0.1,
         "smoothing": 0.0,
-        "lambda_end": 0.2,
+        "noise": 0.2,
+        "lambda_end": 1.0,
         "steady": SteadyConfig(eps=0.12, eps_attack=0.2, generations=60),
     },
 }
