@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from sortrl.normalizer import Normalizer
-from sortrl.teachers import Teacher
+from sortrl.teachers import Architecture, Teacher
 
 
 class Balancer(nn.Module):
@@ -28,3 +28,11 @@ def balancer() -> Teacher:
     with torch.no_grad():
         body.gain.mul_(torch.from_numpy(scale).float())  # the controller is stated in raw units
     return Teacher(body, Normalizer(np.zeros(4), scale), 2, "balancer")
+
+
+def restless() -> Teacher:
+    """Balances the pole by its velocity above all, so that every push crosses the switching surface; a plain MLP."""
+    architecture = Architecture(obs_shape=(4,), n_actions=2, hidden=(), activation="Tanh")
+    weights = {"1.weight": torch.tensor([[0.0] * 4, [0.05, 0.3, 1.0, 1.0]]), "1.bias": torch.zeros(2)}
+    unit = Normalizer(np.zeros(4), np.array([0.9, 0.5, 0.04, 0.3]))  # of the size of what a balanced pole shows
+    return Teacher(architecture.build_with(weights, "weights"), unit, 2, "restless", "ppo", architecture)

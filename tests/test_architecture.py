@@ -37,6 +37,7 @@ ORDER = [
     "attacks",
     "timing",
     "evaluate",
+    "choosing",
     "watch",
     "film",
     "attacked",

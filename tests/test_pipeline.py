@@ -14,11 +14,12 @@ import numpy as np
 import pytest
 
 import sortrl
-from helpers import balancer
+from helpers import balancer, restless
 from sortrl.collect import CollectConfig
 from sortrl.config import TASKS, robustify_config
 from sortrl.errors import SortRLError
-from sortrl.teachers import TeacherConfig
+from sortrl.pipeline import TEST_SEED_OFFSET
+from sortrl.teachers import SteadyConfig, TeacherConfig
 
 SMALL = {
     "steps": 500,
@@ -80,7 +81,7 @@ def test_a_second_run_in_the_same_directory_is_refused(run):
 SCRIPT = """
 import sys
 sys.path.insert(0, sys.argv[2])
-from helpers import balancer
+from helpers import balancer, restless
 from test_pipeline import SMALL
 import sortrl, torch
 torch.set_num_threads(1)
@@ -169,3 +170,30 @@ def test_a_read_only_directory_is_a_clear_error(tmp_path):
     blocked.write_text("not a directory")
     with pytest.raises(SortRLError, match="Choose another --out"):
         sortrl.robustify(balancer(), "CartPole-v1", 0.05, out=blocked / "run", **SMALL)
+
+
+CHOSEN = {**SMALL, "steps": 60, "dagger_rounds": 0, "candidates": 3, "choose_eps": (0.0, 0.05), "choose_episodes": 3}
+
+
+def test_of_several_candidates_the_best_on_validation_episodes_is_kept(tmp_path):
+    policy = sortrl.robustify(balancer(), "CartPole-v1", 0.05, out=tmp_path, **{**CHOSEN, "suite": ()})
+    choice = json.loads((tmp_path / "choice.json").read_text())
+    scores = [(np.mean(one["returns"]), one["certified"]) for one in choice["candidates"]]
+    assert len(set(scores)) > 1  # there was something to choose
+    assert choice["best"] == max(range(3), key=scores.__getitem__)
+    kept = sortrl.evaluate(policy, "CartPole-v1", None, 0.0, 3, choice["seed"])
+    assert kept.mean == choice["candidates"][choice["best"]]["returns"][0]
+    assert choice["seed"] < TEST_SEED_OFFSET  # none of the test's
+
+
+def test_a_steadied_teacher_is_what_the_student_learns_from(tmp_path):
+    search = SteadyConfig(eps=0.05, generations=2, population=4, episodes=2, check_episodes=2)
+    small = {**SMALL, "steps": 30, "dagger_rounds": 0, "suite": (), "steady": search}
+    sortrl.robustify(restless(), "CartPole-v1", 0.05, out=tmp_path, **small)
+    assert (tmp_path / "steadying.safetensors").exists()
+    saved = json.loads((tmp_path / "run.json").read_text())["identity"]["config"]
+    assert saved["steady"]["generations"] == 2
+    assert "candidates" not in saved  # runs of one student are what they were
+    before = (tmp_path / "policy.safetensors").read_bytes()
+    sortrl.robustify(restless(), "CartPole-v1", 0.05, out=tmp_path, **small)
+    assert (tmp_path / "policy.safetensors").read_bytes() == before

@@ -12,7 +12,7 @@ from sortrl.distill import PRESETS, DistillConfig
 from sortrl.errors import SortRLError
 from sortrl.rounding import RoundingConfig
 from sortrl.search import SearchConfig
-from sortrl.teachers import TeacherConfig, teacher_preset
+from sortrl.teachers import SteadyConfig, TeacherConfig, teacher_preset
 
 Preset = Literal["fast", "paper", "memory", "rounded"]
 RECIPES: dict[str, DistillConfig] = {**PRESETS, "memory": PRESETS["fast"], "rounded": PRESETS["fast"]}
@@ -259,6 +259,16 @@ class RobustifyConfig:
     """How large a student that remembers may be in half precision, as the zoo stores it."""
     rounding: RoundingConfig | None = None
     """Make a student that sees rounded pixels (:mod:`sortrl.rounding`), trained like this; ``distill`` then says nothing."""
+    steady: SteadyConfig | None = None
+    """First search near the teacher for one that plays as well and whose decisions fewer small displacements change
+    (:mod:`sortrl.teachers.steadying`); the student learns from that one. None: from the teacher as it is."""
+    candidates: int = 1
+    """Students distilled from the same data with different random numbers; the best on validation episodes is kept."""
+    choose_eps: tuple[float, ...] = (0.0,)
+    """The return that candidates are chosen by is the mean over these eps, attacked by ``attack``; of equals the one with more
+    decisions certified at ``eps`` is kept."""
+    choose_episodes: int = 50
+    """Validation episodes at each of those eps."""
 
     @property
     def training(self) -> DistillConfig | RoundingConfig:
@@ -272,6 +282,8 @@ class RobustifyConfig:
             ("dagger_rounds", 0),
             ("dagger_states", 1),
             ("memory_bytes", 1),
+            ("candidates", 1),
+            ("choose_episodes", 1),
         ):
             value = getattr(self, name)
             if not isinstance(value, int) or value < least:
@@ -281,6 +293,8 @@ class RobustifyConfig:
                 raise SortRLError(f"robustify: {name} is {getattr(self, name)}, expected a finite number >= 0.")
         if not 0 < self.eps_keep < float("inf"):
             raise SortRLError(f"robustify: eps_keep is {self.eps_keep}, expected a positive finite number.")
+        if not self.choose_eps or not all(0 <= eps < float("inf") for eps in self.choose_eps):
+            raise SortRLError(f"robustify: choose_eps is {self.choose_eps}, expected one or more finite numbers >= 0.")
         if 0.0 not in self.eps_grid or not all(0 <= eps < float("inf") for eps in self.eps_grid):
             raise SortRLError(
                 f"robustify: eps_grid is {self.eps_grid}, expected finite numbers >= 0, and 0 among them."

@@ -22,6 +22,7 @@ from sortrl import attacks, nets, provenance, report, zoo
 from sortrl.attacked import UnderAttack
 from sortrl.attacks.valid import check_eps
 from sortrl.certify import certificate_summary
+from sortrl.choosing import choose
 from sortrl.collect import CollectConfig, collect, load_demonstrations, merge, save_demonstrations, split
 from sortrl.compact import compact
 from sortrl.config import Preset, RobustifyConfig, robustify_config
@@ -38,13 +39,15 @@ from sortrl.rounding import RoundingConfig, distill_rounded
 from sortrl.search import SearchConfig, search
 from sortrl.straighten import straightened
 from sortrl.suite import LEARNED, evaluate_suite
-from sortrl.teachers import Teacher, decided_at_start, load_teacher, smoothed, train_teacher
+from sortrl.teachers import Teacher, decided_at_start, load_teacher, smoothed, steadied, train_teacher
 from sortrl.teachers.grading import LOG_FILE
 from sortrl.teachers.load import check_fit
 
 VALIDATION_SHARE = 0.1
 SLOTS, IMAGE_SLOTS = 128, 64  # environments side by side
+CHOICE = ("candidates", "choose_eps", "choose_episodes")
 TRAINED_HERE = "trained here"  # in the place of a given teacher's name
+VALIDATION_SEED_OFFSET = 0  # a run's seed lies below 1000
 TEST_SEED_OFFSET = 1000  # test episodes never coincide with those that data or choices were made from
 
 
@@ -115,6 +118,10 @@ class Run:
             config = {name: value for name, value in config.items() if name not in ("eps_keep", "memory_bytes")}
         if config["rounding"] is None:  # likewise, of students that see rounded pixels
             del config["rounding"]
+        if self.config.steady is None:  # likewise, of a search
+            del config["steady"]
+        if self.config.candidates == 1:
+            config = {name: value for name, value in config.items() if name not in CHOICE}
         for name in ("focus", "spread", "sticky"):  # likewise
             if not config["collect"][name]:
                 del config["collect"][name]
@@ -157,6 +164,9 @@ class Run:
         """Data and distillation: everything up to the policy."""
         if (self.directory / "policy.safetensors").exists():
             return nets.load(self.directory)
+        if self.config.steady is not None:
+            with self._stage("teacher", "Steadying the teacher") as progress:
+                teacher = steadied(teacher, self.env_id, self.config.steady, self.directory, progress)
         if self.config.smoothing > 0:
             teacher = smoothed(teacher, self.config.smoothing)
         if self.config.start_radius > 0:
@@ -173,7 +183,7 @@ class Run:
             return self._finish(self.remembered(training, teacher), [], training, held_out)
         for index in range(1, self.config.dagger_rounds + 1):
             training = merge(training, self.dagger(index, training, held_out, teacher))
-        final = self.distilled("student", training, held_out, teacher, self.config.training)
+        final = self.chosen(training, held_out, teacher)
         return self._finish(final.policy, final.history, training, held_out, final.held_out)
 
     def _finish(
@@ -231,6 +241,30 @@ class Run:
                 save_demonstrations(path, found)
             write_json(done, {"episodes": 0 if found is None else len(np.unique(found.episodes))})
         return merge(data, load_demonstrations(path)) if path.exists() else data
+
+    def chosen(self, training: Demonstrations, held_out: Demonstrations, teacher: Teacher) -> Distilled:
+        """The student; of several candidates the best on validation episodes, which are those of no data and of no test."""
+        config = self.config
+        names = ["student", *(f"candidate {number}" for number in range(1, config.candidates))]
+        found = [
+            self.distilled(name, training, held_out, teacher, config.training, number)
+            for number, name in enumerate(names)
+        ]
+        if len(found) == 1:
+            return found[0]
+        with self._stage("choose", f"Choosing among {len(found)} candidates") as progress:
+            choice = choose(
+                [candidate.policy for candidate in found],
+                self.env_id,
+                attacks.by_name(config.attack),
+                config.choose_eps,
+                config.eps,
+                config.choose_episodes,
+                self.seed + VALIDATION_SEED_OFFSET,
+                progress,
+            )
+        write_json(self.directory / "choice.json", choice.to_json())
+        return found[choice.best]
 
     def remembered(self, data: Demonstrations, teacher: Teacher) -> CertifiedPolicy:
         """A student that is not trained: the best episodes in the data, and the nearest neighbour among their states."""
@@ -304,6 +338,7 @@ class Run:
         held_out: Demonstrations,
         teacher: Teacher,
         config: DistillConfig | RoundingConfig,
+        number: int = 0,
     ) -> Distilled:
         folder = self.directory / name.replace(" ", "-")
         with self._stage("distill", f"Distilling the {name}") as progress, _tensorboard(folder) as log:
@@ -312,7 +347,8 @@ class Run:
                 progress(row)
                 log(row)
 
-            how: dict[str, Any] = {"held_out": held_out, "out_dir": folder, "seed": self.seed, "progress": both}
+            seed = self.seed + TEST_SEED_OFFSET * number
+            how: dict[str, Any] = {"held_out": held_out, "out_dir": folder, "seed": seed, "progress": both}
             if isinstance(config, RoundingConfig):
                 return distill_rounded(training, teacher.normalizer, config, self.config.eps, **how)
             return distill(training, teacher.normalizer, config, **how)

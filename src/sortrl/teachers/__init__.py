@@ -10,6 +10,7 @@ from sortrl.teachers.quantizing import quantized
 from sortrl.teachers.sampling import sampled
 from sortrl.teachers.smoothing import smoothed
 from sortrl.teachers.starting import decided_at_start
+from sortrl.teachers.steadying import SteadyConfig, steadied
 from sortrl.teachers.teacher import Teacher
 from sortrl.teachers.train import train_teacher
 
@@ -19,6 +20,7 @@ __all__ = [
     "TEACHERS",
     "Architecture",
     "PQNConfig",
+    "SteadyConfig",
     "Teacher",
     "TeacherConfig",
     "decided_at_start",
@@ -28,6 +30,7 @@ __all__ = [
     "sampled",
     "save_normalizer",
     "smoothed",
+    "steadied",
     "teacher_preset",
     "train_teacher",
 ]
