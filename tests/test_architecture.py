@@ -49,6 +49,7 @@ ORDER = [
     "certificate_study",
     "certification",
     "config",
+    "stages",
     "pipeline",
     "imitate",
     "publish",

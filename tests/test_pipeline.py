@@ -18,7 +18,7 @@ from helpers import balancer, restless
 from sortrl.collect import CollectConfig
 from sortrl.config import TASKS, robustify_config
 from sortrl.errors import SortRLError
-from sortrl.pipeline import TEST_SEED_OFFSET
+from sortrl.stages import TEST_SEED_OFFSET
 from sortrl.teachers import SteadyConfig, TeacherConfig
 
 SMALL = {

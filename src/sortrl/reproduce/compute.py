@@ -16,7 +16,6 @@ import numpy as np
 from sortrl.collect import select, split
 from sortrl.evaluate import evaluate
 from sortrl.nets import CertifiedPolicy
-from sortrl.pipeline import VALIDATION_SHARE
 from sortrl.records import Demonstrations
 from sortrl.remember import best_episodes, remember
 from sortrl.reproduce.cells import CellTable, Found, cell_text, file_name, measured
@@ -35,6 +34,7 @@ from sortrl.reproduce.procgen import (
     student_run,
     teacher_of,
 )
+from sortrl.stages import VALIDATION_SHARE
 from sortrl.teachers import Teacher
 
 SHARES = (0.25, 0.5, 1.0)
