@@ -109,7 +109,8 @@ def distill_rounded(
     policy = _initial_policy(demonstrations, normalizer, config, raw, generator)
     # Bytes are compared with bytes: the same answers as of the policy, in a tenth of the time.
     whole = torch.from_numpy(np.where(np.isfinite(raw), np.floor(raw), BYTES - 1).astype(np.uint8))
-    needed = 4 * (4 * policy.parameter_count + 8 * config.batch * 40 * 40 * 32)
+    # Weights, their gradients and two moments; a batch of answers, and what the layers make of them, which is smaller.
+    needed = 4 * (4 * policy.parameter_count + 8 * config.batch * policy.rounding.thresholds.numel())
     require(f"Training with batches of {config.batch}", needed, "lower batch")
     optimizer = torch.optim.Adam(policy.head.parameters(), lr=config.learning_rate, fused=True)
     states = torch.from_numpy(np.ascontiguousarray(demonstrations.obs))
@@ -133,7 +134,7 @@ def distill_rounded(
         if done % max(1, config.steps // 200) == 0 or done == config.steps:
             agrees = scores.argmax(1) == labels[index]
             far = policy.rounding.distance(normalizer(states[index])) > eps
-            row: dict[str, Any] = {"step": done, "loss": float(loss.detach()), "cross_entropy": float(loss.detach())}
+            row: dict[str, Any] = {"step": done, "loss": float(loss.detach())}
             row |= {"agreement": float(agrees.float().mean()), "certified": float((agrees & far).float().mean())}
             history.append(row)
             if progress is not None:
