@@ -16,7 +16,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from sortrl.nets.layers import AveragePool, BoundedConv, Crop, MeanShift, Pixels, Scale, SortLinear
+from sortrl.nets.front import AveragePool, BoundedConv, Crop, Pixels, Scale
+from sortrl.nets.layers import MeanShift, SortLinear
 
 UNIT_ROUNDOFF = 2.0**-24  # of float32, rounding to nearest
 UNDERFLOW = 2.0**-123  # what may be lost per rounding where numbers below 2^-126 are flushed to zero

@@ -13,7 +13,8 @@ import torch
 from sortrl.errors import MissingDependency
 from sortrl.files import atomic_path
 from sortrl.nets.bounds import LARGEST_ERROR, RADIUS_DOWN, SMALLEST_RADIUS, FrontPart
-from sortrl.nets.layers import AveragePool, BoundedConv, Crop, Pixels, SortConv, SortLinear
+from sortrl.nets.front import AveragePool, BoundedConv, Crop, Pixels
+from sortrl.nets.layers import SortConv, SortLinear
 
 if TYPE_CHECKING:
     from sortrl.nets.policy import SortPolicy

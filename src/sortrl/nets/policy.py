@@ -27,7 +27,8 @@ from sortrl.nets.bounds import (
     traced_scores,
 )
 from sortrl.nets.certified import CertifiedPolicy, Decided, overflow, ranked
-from sortrl.nets.layers import AveragePool, BoundedConv, Crop, MeanShift, Pixels, Scale, SortConv, SortLinear
+from sortrl.nets.front import AveragePool, BoundedConv, Crop, Pixels, Scale
+from sortrl.nets.layers import MeanShift, SortConv, SortLinear
 from sortrl.normalizer import Normalizer
 from sortrl.records import Decision
 
