@@ -15,7 +15,7 @@ from pathlib import Path
 import atheris
 
 with atheris.instrument_imports(include=["sortrl.verify", "sortrl.teachers", "sortrl.report", "sortrl.files"]):
-    from sortrl.collect import load_demonstrations
+    from sortrl.datasets import load_demonstrations
     from sortrl.errors import SortRLError
     from sortrl.files import read_json
     from sortrl.nets import SortPolicy

@@ -17,6 +17,7 @@ ORDER = [
     "normalizer",
     "stats",
     "records",
+    "datasets",
     "ops",
     "nets",
     "envs",

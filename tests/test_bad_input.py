@@ -23,8 +23,9 @@ from helpers import balancer
 from sortrl import cli
 from sortrl.attacks import by_name
 from sortrl.certify import save_certificates
-from sortrl.collect import CollectConfig, collect, load_demonstrations, merge, split
+from sortrl.collect import CollectConfig, collect
 from sortrl.config import robustify_config
+from sortrl.datasets import load_demonstrations, merge, split
 from sortrl.distill import DistillConfig, distill
 from sortrl.envs import describe
 from sortrl.errors import SortRLError

@@ -9,16 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from sortrl.collect import (
-    CollectConfig,
-    _Recorder,
-    collect,
-    export_minari,
-    load_demonstrations,
-    merge,
-    save_demonstrations,
-    split,
-)
+from sortrl.collect import CollectConfig, _Recorder, collect
+from sortrl.datasets import export_minari, load_demonstrations, merge, save_demonstrations, split
 from sortrl.envs import EnvSlots, describe
 from sortrl.errors import MissingDependency, SortRLError
 from sortrl.files import read_tensors, write_tensors

@@ -10,7 +10,7 @@ import pytest
 
 import sortrl
 from sortrl.certify import load_certificates
-from sortrl.collect import load_demonstrations
+from sortrl.datasets import load_demonstrations
 from sortrl.errors import SortRLError
 from sortrl.files import read_json, read_tensors, write_tensors
 from sortrl.pipeline import open_run, trained_eps

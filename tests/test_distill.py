@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from helpers import balancer
-from sortrl.collect import CollectConfig, collect, split
+from sortrl.collect import CollectConfig, collect
+from sortrl.datasets import split
 from sortrl.distill import EXPONENTS, PRESETS, DistillConfig, distill, imitation_loss, margins, robust_loss
 from sortrl.errors import SortRLError
 from sortrl.normalizer import Normalizer

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 import sortrl
-from sortrl.collect import CollectConfig, collect, merge, select
+from sortrl.collect import CollectConfig, collect
+from sortrl.datasets import merge, select
 from sortrl.envs import greedy_returns
 from sortrl.errors import SortRLError
 from sortrl.files import read_json

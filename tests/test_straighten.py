@@ -8,7 +8,8 @@ import pytest
 import torch
 
 import sortrl
-from sortrl.collect import CollectConfig, collect, merge
+from sortrl.collect import CollectConfig, collect
+from sortrl.datasets import merge
 from sortrl.envs import greedy_returns
 from sortrl.remember import best_episodes
 from sortrl.search import SearchConfig, rows_by_start

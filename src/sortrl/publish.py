@@ -13,7 +13,7 @@ import torch
 
 from sortrl import nets, zoo
 from sortrl.checkpoint import damage_named
-from sortrl.collect import load_demonstrations
+from sortrl.datasets import load_demonstrations
 from sortrl.errors import SortRLError
 from sortrl.files import read_object, read_tensors, write_json, write_tensors, write_text
 from sortrl.nets.certified import FILE_NAME, CertifiedPolicy

@@ -25,7 +25,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from sortrl.collect import select
+from sortrl.datasets import select
 from sortrl.errors import SortRLError
 from sortrl.nets import SortPolicy
 from sortrl.normalizer import Normalizer

@@ -20,9 +20,10 @@ from sortrl import attacks, nets
 from sortrl.attacked import UnderAttack
 from sortrl.attacks.valid import check_eps
 from sortrl.choosing import choose
-from sortrl.collect import CollectConfig, collect, load_demonstrations, merge, save_demonstrations, split
+from sortrl.collect import CollectConfig, collect
 from sortrl.compact import compact
 from sortrl.config import RobustifyConfig
+from sortrl.datasets import load_demonstrations, merge, save_demonstrations, split
 from sortrl.distill import DistillConfig, Distilled, distill, held_out_metrics
 from sortrl.envs import describe
 from sortrl.errors import SortRLError

@@ -17,7 +17,7 @@ from sortrl.attacks.learned import LearnedAdversary
 from sortrl.attacks.rl import Aimed
 from sortrl.certify import load_certificates, save_certificates
 from sortrl.checkpoint import Checkpoint, damage_named
-from sortrl.collect import load_demonstrations
+from sortrl.datasets import load_demonstrations
 from sortrl.distill import DistillConfig, _initial_policy, _optimizer
 from sortrl.files import read_json
 from sortrl.nets import HybridPolicy, RoundedPolicy, SortPolicy, load

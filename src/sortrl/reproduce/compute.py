@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from sortrl.collect import select, split
+from sortrl.datasets import select, split
 from sortrl.evaluate import evaluate
 from sortrl.nets import CertifiedPolicy
 from sortrl.records import Demonstrations
