@@ -140,6 +140,7 @@ def test_the_agents_of_the_zoo_play_unless_others_were_made(tmp_path, monkeypatc
         return tables._agent(Cell(game, "train", agent, "none", 0), tmp_path, None, scale, print)
 
     assert fingerprint(player(MEMORY)) == fingerprint(sortrl.load("zoo:coinrun"))
+    assert fingerprint(player(STUDENT)) == fingerprint(sortrl.load("zoo:coinrun-distilled"))
     assert fingerprint(player(TEACHER)) == fingerprint(Teacher.load(zoo.entry("coinrun") / "teacher"))
     monkeypatch.setattr(tables, "train_teacher", lambda *_: "trained")
     monkeypatch.setattr(tables.Run, "student", lambda self, teacher: teacher)

@@ -31,7 +31,7 @@ ATARI = tuple(name for name in ENTRIES if name.partition("-")[0] in GAMES)
 
 def _needs(name):
     """Skip where the package is missing that an entry's environment needs."""
-    needed = {"breakout": "minatar", "jumper": "envpool", "coinrun": "envpool"}.get(name)
+    needed = {"breakout": "minatar", "jumper": "envpool", "coinrun": "envpool"}.get(name.partition("-")[0])
     needed = "ale_py" if name in ATARI else needed
     if needed:
         pytest.importorskip(needed, reason=f"zoo:{name} is played with {needed}")

@@ -238,5 +238,7 @@ def zoo(
     if name is not None:
         print(described(entries.entry(name.removeprefix(entries.PREFIX))), end="")
         return
-    for known in entries.names():
-        print(f"zoo:{known:<14} {summed_up(entries.entry(known))}")
+    known = entries.names()
+    widest = max(map(len, known), default=0)
+    for one in known:
+        print(f"{entries.PREFIX}{one:<{widest}} {summed_up(entries.entry(one))}")

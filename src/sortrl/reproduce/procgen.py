@@ -31,6 +31,7 @@ TEST_SEED = 1500
 USUAL_EPISODES = 200  # cells with fewer say so
 STUDENT, MEMORY, TEACHER, SAMPLED = "sortrl", "sortrl, memory", "PPO", "PPO, sampled"
 OURS: dict[str, Preset] = {STUDENT: "fast", MEMORY: "memory"}  # students, and the presets that make them
+ZOO = {STUDENT: "-distilled", MEMORY: ""}  # what their names in the zoo have behind that of the game
 PUBLISHED = {
     "Jumper": {
         TEACHER: "Jumper_ppo.pt",
@@ -107,19 +108,20 @@ def teacher_of(game: str, work: Path, published: Path | None, progress: Callable
     env_id = f"sortrl/{game}-train-v0"
     if published is not None and TEACHER in PUBLISHED[game]:
         return load_teacher(published / PUBLISHED[game][TEACHER], env_id, merge="max")
-    _, shipped = _from_zoo(game)
+    _, shipped = _from_zoo(game, MEMORY)
     if shipped is not None:
         return shipped
     progress(f"{game}: training a teacher, or reading the trained one")
     return train_teacher(env_id, teacher_preset(env_id), work / "teachers" / game)
 
 
-def _from_zoo(game: str) -> tuple[CertifiedPolicy | None, Teacher | None]:
-    """The memory that comes with the project, and the teacher that it was made from, if that was ours to pass on."""
-    if game.lower() not in zoo.names():
+def _from_zoo(game: str, agent: str) -> tuple[CertifiedPolicy | None, Teacher | None]:
+    """The student that comes with the project, and the teacher that it was made from, if that was ours to pass on."""
+    name = game.lower() + ZOO[agent]
+    if name not in zoo.names():
         return None, None
-    _, memory, teacher = open_run(Path(f"{zoo.PREFIX}{game.lower()}"))
-    return memory, teacher
+    _, student, teacher = open_run(Path(f"{zoo.PREFIX}{name}"))
+    return student, teacher
 
 
 def student_of(
@@ -127,10 +129,10 @@ def student_of(
 ) -> CertifiedPolicy:
     """One of our students: made now, continued, or read back; or the one in the zoo."""
     run = student_run(game, agent, work, scale)
-    memory, teacher = _from_zoo(game)
+    student, teacher = _from_zoo(game, agent)
     same_teacher = teacher is not None or (published is not None and TEACHER in PUBLISHED[game])
-    if agent == MEMORY and memory is not None and same_teacher and scale != "smoke" and not run.directory.exists():
-        return memory
+    if student is not None and same_teacher and scale != "smoke" and not run.directory.exists():
+        return student
     return run.student(teacher_of(game, work, published, progress))
 
 
