@@ -5,7 +5,8 @@ eps in their own input units (raw for CartPole and LunarLander, normalised for A
 "normalised": teachers with observation normalisation, eps in standard deviations.
 
 The work is cut into units (protocol, task, agent, seed, adversary), each kept in a file of its own: a stopped reproduction
-continues, and a finished one is only drawn again.
+continues, and a finished one is only drawn again. Units that stand in the figure already, on whatever machine they were computed,
+are kept as well, as long as their settings are today's.
 """
 
 from __future__ import annotations
@@ -30,10 +31,12 @@ from sortrl.files import read_json, write_json
 from sortrl.nets import CertifiedPolicy
 from sortrl.pipeline import SLOTS, Run
 from sortrl.records import Policy
+from sortrl.reproduce.cells import fingerprint
 from sortrl.reproduce.draw import draw
+from sortrl.reproduce.earlier import earlier_units, is_current
 from sortrl.reproduce.experts import expert, find_teachers
 from sortrl.suite import evaluate_suite
-from sortrl.teachers import SteadyConfig, Teacher
+from sortrl.teachers import HardenConfig, SteadyConfig, Teacher
 
 Scale = Literal["smoke", "cpu", "paper"]
 PROTOCOLS = ("paper", "normalised")
@@ -51,7 +54,16 @@ SETTINGS: dict[tuple[str, str], dict[str, Any]] = {
         "lambda_end": 1.0,
         "dagger_rounds": 2,
     },
-    ("paper", "Acrobot-v1"): {"eps": 0.15, "noise": 0.2, "smoothing": 0.0, "dagger_rounds": 1, "start_radius": 0.3},
+    ("paper", "Acrobot-v1"): {
+        "eps": 0.15,
+        "noise": 0.2,
+        "smoothing": 0.0,
+        "dagger_rounds": 1,
+        "start_radius": 0.3,
+        "candidates": 4,
+        "choose_eps": (0.0, 0.06, 0.1),
+        "choose_episodes": 200,
+    },
     ("paper", "MountainCar-v0"): {
         "eps": 0.1,
         "scale": 2.0,
@@ -71,6 +83,7 @@ SETTINGS: dict[tuple[str, str], dict[str, Any]] = {
         "dagger_rounds": 6,
         "dagger_states": 30_000,
         "dagger_eps": 0.15,
+        "harden": HardenConfig(eps=0.2),
     },
     # A steady teacher wants to be followed closely: neither averaged nor given up for wider margins.
     ("normalised", "CartPole-v1"): {
@@ -124,6 +137,7 @@ TINY: tuple[tuple[str, Any], ...] = (
     ("steps", 20),
     ("width", 16),
     ("dagger_rounds", 0),
+    ("harden", None),
     ("steady", None),
     ("candidates", 1),
 )
@@ -178,7 +192,14 @@ def agent_of(unit: Unit, plan: Plan, work: Path, folder: Path, published: Path |
     if unit.agent == "expert":
         return teacher
     directory = folder / "students" / f"{unit.protocol}-{unit.task}-{unit.agent}-{unit.seed}"
-    return Run(directory, unit.task, config_of(unit, plan), unit.seed).student(teacher)
+    run = Run(directory, unit.task, config_of(unit, plan), unit.seed, shared=_shared(unit, folder))
+    run.claim(teacher.name)  # a student of other settings that lies there is not this one
+    return run.student(teacher)
+
+
+def _shared(unit: Unit, folder: Path) -> Path:
+    """Where students of all seeds find what was made of their expert."""
+    return folder / "teachers" / f"{unit.protocol}-{unit.task}-{unit.agent}"
 
 
 def compute(unit: Unit, plan: Plan, work: Path, folder: Path, published: Path | None) -> dict[str, Any]:
@@ -186,9 +207,10 @@ def compute(unit: Unit, plan: Plan, work: Path, folder: Path, published: Path | 
     torch.set_num_threads(1)  # units run side by side
     agent = agent_of(unit, plan, work, folder, published)
     config = None if unit.agent == "expert" else asdict(config_of(unit, plan))
-    found = {"unit": asdict(unit), "config": config}
+    teacher = expert(unit.protocol, unit.task, work, published)
+    found = {"unit": asdict(unit), "config": config, "expert": fingerprint(teacher)}
     if unit.adversary != "pgd":
-        return {**found, **_under_suites(unit, plan, agent, expert(unit.protocol, unit.task, work, published), folder)}
+        return {**found, **_under_suites(unit, plan, agent, teacher, folder)}
     printed = unit.agent == "paper"
     episodes, grid = (plan.paper_episodes, plan.paper_eps_grid) if printed else (plan.episodes, plan.eps_grid)
     curve = evaluate_curve(agent, unit.task, attacks.PGD(10), grid, episodes, TEST_SEED, slots=SLOTS, name=unit.agent)
@@ -230,16 +252,25 @@ def fig1(
     jobs: int | None = None,
     progress: Callable[[str], None] = print,
 ) -> dict[str, Any]:
-    """Compute what is missing, then write ``fig1.json`` and ``fig1.png`` into ``out``."""
+    """Compute what is missing, of one task or of all, then write ``fig1.json`` and ``fig1.png`` into ``out``."""
     if task is not None and task not in TASKS:
         raise SortRLError(f"Figure 1 has no task {task!r}; choose one of {', '.join(TASKS)}.")
     plan, published = PLANS[scale], find_teachers(teachers)
     folder = work / scale
-    wanted = units(plan, (task,) if task else TASKS)
-    todo = [unit for unit in wanted if not (folder / f"{unit.name}.json").exists()]
-    progress(f"fig1: {len(wanted)} units, {len(wanted) - len(todo)} already done")
-    for protocol, name in {(unit.protocol, unit.task) for unit in todo}:
-        expert(protocol, name, work, published)  # trained once here, not by two workers at the same time
+    wanted = units(plan, TASKS)
+    _keep_earlier(wanted, plan, folder, earlier_units(out / "fig1.json", scale))
+
+    def missing() -> list[Unit]:
+        return [unit for unit in wanted if task in (None, unit.task) and not (folder / f"{unit.name}.json").exists()]
+
+    # Experts, and what students learn from, are made once here, not by two workers at the same time.
+    for protocol, name in dict.fromkeys((unit.protocol, unit.task) for unit in missing()):
+        teacher = expert(protocol, name, work, published)
+        _drop_others(wanted, protocol, name, fingerprint(teacher), published is not None, folder)
+        first = Unit(protocol, name, "ours", 0)
+        Run(_shared(first, folder), name, config_of(first, plan), 0).prepared(teacher)
+    todo = missing()
+    progress(f"fig1: {len(wanted)} units, {len(todo)} to be computed now")
     # Suites meet students that were trained for the curves, and take as long again: the figure is drawn before and after.
     for kind in ("pgd", "suite"):
         part = [unit for unit in todo if unit.adversary == kind]
@@ -253,6 +284,27 @@ def fig1(
         draw(results, out / "fig1.png")
         progress(f"fig1: {out / 'fig1.json'} and {out / 'fig1.png'} written, {len(there)} of {len(wanted)} units")
     return results
+
+
+def _keep_earlier(wanted: list[Unit], plan: Plan, folder: Path, earlier: list[dict[str, Any]]) -> None:
+    """Give those units that an earlier figure has, with today's settings, the files of their own that they lack."""
+    for unit in wanted:
+        path, config = folder / f"{unit.name}.json", None if unit.agent == "expert" else config_of(unit, plan)
+        same = [entry for entry in earlier if entry["unit"] == asdict(unit) and is_current(entry.get("config"), config)]
+        if same and not path.exists():
+            write_json(path, same[0])
+
+
+def _drop_others(wanted: list[Unit], protocol: str, task: str, mark: str, published: bool, folder: Path) -> None:
+    """Remove units of another expert: trained on another machine, it may be a little different, and so are its students."""
+    for unit in wanted:
+        path = folder / f"{unit.name}.json"
+        if (unit.protocol, unit.task) == (protocol, task) and path.exists():
+            known = read_json(path).get(
+                "expert"
+            )  # not named by older units: then only a published one is surely the same
+            if known != mark and (known is not None or protocol != "paper" or not published):
+                path.unlink()
 
 
 def _compute_to_file(argument: tuple[Unit, Plan, Path, Path | None, Path]) -> str:
