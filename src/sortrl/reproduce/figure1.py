@@ -35,66 +35,12 @@ from sortrl.reproduce.cells import fingerprint
 from sortrl.reproduce.draw import draw
 from sortrl.reproduce.earlier import earlier_units, is_current
 from sortrl.reproduce.experts import expert, find_teachers
+from sortrl.reproduce.settings import EPS_GRID, PLANS, PROTOCOLS, SETTINGS, TASKS, Plan
 from sortrl.suite import evaluate_suite
-from sortrl.teachers import HardenConfig, SteadyConfig, Teacher
+from sortrl.teachers import Teacher
 
 Scale = Literal["smoke", "cpu", "paper"]
-PROTOCOLS = ("paper", "normalised")
-TASKS = ("CartPole-v1", "Acrobot-v1", "MountainCar-v0", "LunarLander-v3")
-EPS_GRID = tuple(round(0.02 * k, 2) for k in range(11))
 TEST_SEED = 1500  # settings were chosen on the episodes of other seeds
-
-# Where students differ from the task's defaults, which are made for normalising teachers; chosen on validation episodes.
-SETTINGS: dict[tuple[str, str], dict[str, Any]] = {
-    ("paper", "CartPole-v1"): {
-        "eps": 0.05,
-        "scale": 5.0,
-        "smoothing": 0.2,
-        "noise": 0.2,
-        "lambda_end": 1.0,
-        "dagger_rounds": 2,
-    },
-    ("paper", "Acrobot-v1"): {
-        "eps": 0.15,
-        "noise": 0.2,
-        "smoothing": 0.0,
-        "dagger_rounds": 1,
-        "start_radius": 0.3,
-        "candidates": 4,
-        "choose_eps": (0.0, 0.06, 0.1),
-        "choose_episodes": 200,
-    },
-    ("paper", "MountainCar-v0"): {
-        "eps": 0.1,
-        "scale": 2.0,
-        "smoothing": 0.05,
-        "noise": 0.15,
-        "lambda_end": 0.03,
-        "dagger_rounds": 2,
-        "dagger_eps": 0.15,
-    },
-    ("paper", "LunarLander-v3"): {
-        "eps": 0.03,
-        "scale": 4.0,
-        "smoothing": 0.03,
-        "noise": 0.05,
-        "lambda_end": 1.0,
-        "steps": 3000,
-        "dagger_rounds": 6,
-        "dagger_states": 30_000,
-        "dagger_eps": 0.15,
-        "harden": HardenConfig(eps=0.2),
-    },
-    # A steady teacher wants to be followed closely: neither averaged nor given up for wider margins.
-    ("normalised", "CartPole-v1"): {
-        "eps": 0.1,
-        "smoothing": 0.0,
-        "noise": 0.2,
-        "lambda_end": 1.0,
-        "steady": SteadyConfig(eps=0.12, eps_attack=0.2, generations=60),
-    },
-}
-
 SUITE_COLUMNS = (
     "policy",
     "attack",
@@ -107,47 +53,6 @@ SUITE_COLUMNS = (
     "queries",
     "gradients",
 )
-
-
-@dataclass(frozen=True)
-class Plan:
-    """How much of the figure to compute."""
-
-    episodes: int
-    eps_grid: tuple[float, ...]
-    seeds: int
-    """Students of our recipe per task."""
-    paper_seeds: int
-    """Students of the recipe as printed (5 x 640) per task, in the paper's protocol."""
-    paper_episodes: int
-    paper_eps_grid: tuple[float, ...]
-    suite_episodes: int
-    suite_eps_grid: tuple[float, ...]
-    """Where the expert and the first student also meet every attack there is."""
-    suite_protocols: tuple[str, ...] = PROTOCOLS
-    adversary_steps: int = 200_000
-    """Environment steps in which an adversary learns against each of them."""
-    changes: tuple[tuple[str, Any], ...] = ()
-    suite: str | tuple[str, ...] = "full"
-    """The attacks in question."""
-
-
-COARSE = (0.0, 0.06, 0.1, 0.2)
-TINY: tuple[tuple[str, Any], ...] = (
-    ("steps", 20),
-    ("width", 16),
-    ("dagger_rounds", 0),
-    ("harden", None),
-    ("steady", None),
-    ("candidates", 1),
-)
-PLANS: dict[str, Plan] = {
-    "smoke": Plan(
-        2, (0.0, 0.1), 1, 1, 2, (0.0, 0.1), 2, (0.1,), PROTOCOLS, 2_000, TINY, ("pgd-10", "fgsm", "noise", "learned")
-    ),
-    "cpu": Plan(50, EPS_GRID, 3, 1, 20, COARSE, 10, (0.1, 0.2), ("paper",), 60_000),
-    "paper": Plan(50, EPS_GRID, 3, 3, 50, EPS_GRID, 50, EPS_GRID[1:]),
-}
 
 
 @dataclass(frozen=True)
@@ -222,8 +127,12 @@ def compute(unit: Unit, plan: Plan, work: Path, folder: Path, published: Path | 
 
 
 def _under_suites(unit: Unit, plan: Plan, student: Policy, teacher: Policy, folder: Path) -> dict[str, Any]:
-    """The worst of all attacks, and of those that the paper and its rivals report, on student and expert."""
-    path = folder / "suites" / f"{unit.name}.json"
+    """The worst of all attacks, and of those that the paper and its rivals report, on student and expert.
+
+    Another student of the same expert leaves what is known of the expert as it is.
+    """
+    path, known = folder / "suites" / f"{unit.name}.json", _known_expert(unit, folder)
+    expert_rows = read_json(known) if known.exists() else []
     full = evaluate_suite(
         student,
         teacher,
@@ -234,7 +143,9 @@ def _under_suites(unit: Unit, plan: Plan, student: Policy, teacher: Policy, fold
         TEST_SEED,
         path=path,
         adversary_steps=plan.adversary_steps,
+        play=("student",) if expert_rows else ("student", "teacher"),
     )
+    full = replace(full, rows=(*full.rows, *expert_rows))
     worst = {}
     for name, members in (("PGD-10", {"PGD-10"}), ("paper", {*suite("paper", teacher)}), ("full", None)):
         part = [row for row in full.rows if members is None or row["attack"] in {*members, "none"}]
@@ -293,18 +204,29 @@ def _keep_earlier(wanted: list[Unit], plan: Plan, folder: Path, earlier: list[di
         same = [entry for entry in earlier if entry["unit"] == asdict(unit) and is_current(entry.get("config"), config)]
         if same and not path.exists():
             write_json(path, same[0])
+        if unit.adversary == "suite" and not same:
+            rows = [row for entry in earlier if entry["unit"] == asdict(unit) for row in entry["rows"]]
+            known = [row for row in rows if row["policy"] == "teacher"]
+            if known:
+                write_json(_known_expert(unit, folder), known)
+
+
+def _known_expert(unit: Unit, folder: Path) -> Path:
+    """What is known of the expert under the attacks of a suite, from a figure whose student was another one."""
+    return folder / "suites" / f"{unit.name}-expert.json"
 
 
 def _drop_others(wanted: list[Unit], protocol: str, task: str, mark: str, published: bool, folder: Path) -> None:
     """Remove units of another expert: trained on another machine, it may be a little different, and so are its students."""
-    for unit in wanted:
+    mine = [unit for unit in wanted if (unit.protocol, unit.task) == (protocol, task)]
+    for unit in mine:
         path = folder / f"{unit.name}.json"
-        if (unit.protocol, unit.task) == (protocol, task) and path.exists():
-            known = read_json(path).get(
-                "expert"
-            )  # not named by older units: then only a published one is surely the same
-            if known != mark and (known is not None or protocol != "paper" or not published):
-                path.unlink()
+        named = read_json(path).get("expert") if path.exists() else mark
+        # Older units do not name theirs: then only a published one is surely the same.
+        if named != mark and not (named is None and protocol == "paper" and published):
+            path.unlink()
+            for other in mine:
+                _known_expert(other, folder).unlink(missing_ok=True)
 
 
 def _compute_to_file(argument: tuple[Unit, Plan, Path, Path | None, Path]) -> str:
