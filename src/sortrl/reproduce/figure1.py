@@ -198,9 +198,14 @@ def fig1(
 
 
 def _keep_earlier(wanted: list[Unit], plan: Plan, folder: Path, earlier: list[dict[str, Any]]) -> None:
-    """Give those units that an earlier figure has, with today's settings, the files of their own that they lack."""
+    """Give those units that an earlier figure has, with today's settings, the files of their own that they lack.
+
+    Files of other settings are removed.
+    """
     for unit in wanted:
         path, config = folder / f"{unit.name}.json", None if unit.agent == "expert" else config_of(unit, plan)
+        if path.exists() and not is_current(read_json(path).get("config"), config):
+            path.unlink()
         same = [entry for entry in earlier if entry["unit"] == asdict(unit) and is_current(entry.get("config"), config)]
         if same and not path.exists():
             write_json(path, same[0])
