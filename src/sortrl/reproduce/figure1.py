@@ -35,7 +35,7 @@ from sortrl.reproduce.cells import fingerprint
 from sortrl.reproduce.draw import draw
 from sortrl.reproduce.earlier import earlier_units, is_current
 from sortrl.reproduce.experts import expert, find_teachers
-from sortrl.reproduce.settings import EPS_GRID, PLANS, PROTOCOLS, SETTINGS, TASKS, Plan
+from sortrl.reproduce.settings import EPS_GRID, PLANS, PRINTED_EPS, PROTOCOLS, SETTINGS, TASKS, Plan
 from sortrl.suite import evaluate_suite
 from sortrl.teachers import Teacher
 
@@ -87,7 +87,8 @@ def config_of(unit: Unit, plan: Plan) -> RobustifyConfig:
     settings = SETTINGS.get((unit.protocol, unit.task), {})
     if unit.agent == "paper":
         changes = {name: value for name, value in plan.changes if name != "dagger_rounds"}
-        return robustify_config(unit.task, settings.get("eps"), "paper", train_teacher=False, **changes)
+        eps = PRINTED_EPS.get(unit.task, settings.get("eps"))
+        return robustify_config(unit.task, eps, "paper", train_teacher=False, **changes)
     return robustify_config(unit.task, train_teacher=False, **{**settings, **dict(plan.changes)})
 
 

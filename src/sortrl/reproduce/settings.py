@@ -41,7 +41,7 @@ SETTINGS: dict[tuple[str, str], dict[str, Any]] = {
         "dagger_eps": 0.15,
     },
     ("paper", "LunarLander-v3"): {
-        "eps": 0.03,
+        "eps": 0.04,
         "scale": 4.0,
         "smoothing": 0.03,
         "noise": 0.05,
@@ -50,7 +50,7 @@ SETTINGS: dict[tuple[str, str], dict[str, Any]] = {
         "dagger_rounds": 6,
         "dagger_states": 30_000,
         "dagger_eps": 0.15,
-        "harden": HardenConfig(eps=0.2, steps=3_000_000, learning_rate=3e-4),
+        "harden": HardenConfig(eps=0.2, calm=0.4, steps=3_000_000, learning_rate=3e-4),
     },
     # A steady teacher wants to be followed closely: neither averaged nor given up for wider margins.
     ("normalised", "CartPole-v1"): {
@@ -61,6 +61,9 @@ SETTINGS: dict[tuple[str, str], dict[str, Any]] = {
         "steady": SteadyConfig(eps=0.12, eps_attack=0.2, generations=60),
     },
 }
+
+# The recipe as printed is trained for the eps of ours, but for those whose own has moved since with their teacher.
+PRINTED_EPS = {"LunarLander-v3": 0.03}
 
 
 @dataclass(frozen=True)
