@@ -18,8 +18,9 @@ from helpers import balancer, restless
 from sortrl.collect import CollectConfig
 from sortrl.config import TASKS, robustify_config
 from sortrl.errors import SortRLError
+from sortrl.pipeline import Run
 from sortrl.stages import TEST_SEED_OFFSET
-from sortrl.teachers import SteadyConfig, TeacherConfig
+from sortrl.teachers import HardenConfig, SteadyConfig, TeacherConfig
 
 SMALL = {
     "steps": 500,
@@ -197,3 +198,30 @@ def test_a_steadied_teacher_is_what_the_student_learns_from(tmp_path):
     before = (tmp_path / "policy.safetensors").read_bytes()
     sortrl.robustify(restless(), "CartPole-v1", 0.05, out=tmp_path, **small)
     assert (tmp_path / "policy.safetensors").read_bytes() == before
+
+
+def test_a_hardened_teacher_is_what_the_student_learns_from(tmp_path):
+    training = HardenConfig(eps=0.05, steps=128, n_envs=4, n_steps=16, check_episodes=4)
+    small = {**SMALL, "steps": 30, "dagger_rounds": 0, "suite": (), "harden": training}
+    pilot = restless()
+    sortrl.robustify(pilot, "CartPole-v1", 0.05, out=tmp_path, **small)
+    assert (tmp_path / "hardened" / "checkpoint.safetensors").exists()
+    saved = json.loads((tmp_path / "run.json").read_text())["identity"]["config"]
+    assert saved["harden"]["steps"] == 128
+    assert "steady" not in saved
+
+
+def test_students_can_share_what_was_made_of_their_teacher(tmp_path):
+    config = robustify_config(
+        "CartPole-v1",
+        0.05,
+        train_teacher=False,
+        harden=HardenConfig(eps=0.05, steps=128, n_envs=4, n_steps=16, check_episodes=4),
+    )
+    pilot = restless()
+    first, second = (Run(tmp_path / str(n), "CartPole-v1", config, n, shared=tmp_path / "both") for n in range(2))
+    one = first.prepared(pilot)
+    before = (tmp_path / "both" / "hardened" / "checkpoint.safetensors").stat().st_mtime_ns
+    other = second.prepared(pilot)
+    assert (tmp_path / "both" / "hardened" / "checkpoint.safetensors").stat().st_mtime_ns == before
+    assert all(np.array_equal(tensor, other.state_dict()[name]) for name, tensor in one.state_dict().items())

@@ -12,7 +12,7 @@ from sortrl.distill import PRESETS, DistillConfig
 from sortrl.errors import SortRLError
 from sortrl.rounding import RoundingConfig
 from sortrl.search import SearchConfig
-from sortrl.teachers import SteadyConfig, TeacherConfig, teacher_preset
+from sortrl.teachers import HardenConfig, SteadyConfig, TeacherConfig, teacher_preset
 
 Preset = Literal["fast", "paper", "memory", "rounded"]
 RECIPES: dict[str, DistillConfig] = {**PRESETS, "memory": PRESETS["fast"], "rounded": PRESETS["fast"]}
@@ -259,6 +259,9 @@ class RobustifyConfig:
     """How large a student that remembers may be in half precision, as the zoo stores it."""
     rounding: RoundingConfig | None = None
     """Make a student that sees rounded pixels (:mod:`sortrl.rounding`), trained like this; ``distill`` then says nothing."""
+    harden: HardenConfig | None = None
+    """First train the teacher on, by reinforcement learning, while it is attacked (:mod:`sortrl.teachers.hardening`); the student
+    learns from the one that comes out. None: from the teacher as it is."""
     steady: SteadyConfig | None = None
     """First search near the teacher for one that plays as well and whose decisions fewer small displacements change
     (:mod:`sortrl.teachers.steadying`); the student learns from that one. None: from the teacher as it is."""

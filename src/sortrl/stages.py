@@ -35,7 +35,7 @@ from sortrl.remember import best_episodes
 from sortrl.rounding import RoundingConfig, distill_rounded
 from sortrl.search import SearchConfig, search
 from sortrl.straighten import straightened
-from sortrl.teachers import Teacher, decided_at_start, load_teacher, smoothed, steadied, train_teacher
+from sortrl.teachers import Teacher, decided_at_start, hardened, load_teacher, smoothed, steadied, train_teacher
 from sortrl.teachers.grading import LOG_FILE
 
 VALIDATION_SHARE = 0.1
@@ -47,8 +47,17 @@ TEST_SEED_OFFSET = 1000  # test episodes never coincide with those that data or 
 class Stages:
     """What one run has in its directory. Each stage returns what the next one needs, made now or read back."""
 
-    def __init__(self, directory: Path, env_id: str, config: RobustifyConfig, seed: int, quiet: bool = True) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        env_id: str,
+        config: RobustifyConfig,
+        seed: int,
+        quiet: bool = True,
+        shared: Path | None = None,
+    ) -> None:
         self.directory, self.env_id, self.config, self.seed, self.quiet = directory, env_id, config, seed, quiet
+        self.shared = shared or directory  # what is made of the teacher does not depend on the seed of a student
         self.seconds: dict[str, float] = {}
 
     def claim(self, source: str) -> None:
@@ -58,8 +67,9 @@ class Stages:
             config = {name: value for name, value in config.items() if name not in ("eps_keep", "memory_bytes")}
         if config["rounding"] is None:  # likewise, of students that see rounded pixels
             del config["rounding"]
-        if self.config.steady is None:  # likewise, of a search
-            del config["steady"]
+        for name in ("harden", "steady"):  # likewise, of teachers that are changed first
+            if config[name] is None:
+                del config[name]
         if self.config.candidates == 1:
             config = {name: value for name, value in config.items() if name not in CHOICE}
         for name in ("focus", "spread", "sticky"):  # likewise
@@ -104,9 +114,7 @@ class Stages:
         """Data and distillation: everything up to the policy."""
         if (self.directory / "policy.safetensors").exists():
             return nets.load(self.directory)
-        if self.config.steady is not None:
-            with self._stage("teacher", "Steadying the teacher") as progress:
-                teacher = steadied(teacher, self.env_id, self.config.steady, self.directory, progress)
+        teacher = self.prepared(teacher)
         if self.config.smoothing > 0:
             teacher = smoothed(teacher, self.config.smoothing)
         if self.config.start_radius > 0:
@@ -125,6 +133,16 @@ class Stages:
             training = merge(training, self.dagger(index, training, held_out, teacher))
         final = self.chosen(training, held_out, teacher)
         return self._finish(final.policy, final.history, training, held_out, final.held_out)
+
+    def prepared(self, teacher: Teacher) -> Teacher:
+        """The teacher to learn from: the one given or, if asked for, what further training or a search makes of it."""
+        if self.config.harden is not None:
+            with self._stage("teacher", "Hardening the teacher") as progress:
+                teacher = hardened(teacher, self.env_id, self.config.harden, self.shared / "hardened", progress)
+        if self.config.steady is not None:
+            with self._stage("teacher", "Steadying the teacher") as progress:
+                teacher = steadied(teacher, self.env_id, self.config.steady, self.shared, progress)
+        return teacher
 
     def _finish(
         self,

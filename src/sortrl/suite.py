@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -104,13 +104,15 @@ def evaluate_suite(
     path: str | Path | None = None,
     adversary_steps: int = ADVERSARY_STEPS,
     quiet: bool = True,
+    play: Collection[str] = ("student", "teacher"),
 ) -> SuiteResult:
     """Play clean and under every attack of a suite, the student and (if there is one) its teacher, on the same episodes.
 
     ``chosen`` is the name of a suite or a list of attacks as :func:`sortrl.attacks.by_name` reads them, and
     "learned" for an adversary that is trained against each agent. ``path`` is where the
     result is written, point by point: the same call goes on where it was stopped. An agent without gradients meets only
-    the attacks that need none, and ``skipped`` says so.
+    the attacks that need none, and ``skipped`` says so. ``play`` leaves out an agent whose rows are known already; attacks on
+    the student may still go by way of the teacher.
     """
     if not eps_units or not all(0 < eps < float("inf") for eps in eps_units):
         raise SortRLError(f"evaluate_suite: eps {list(eps_units)}, expected one or more finite numbers > 0.")
@@ -118,6 +120,7 @@ def evaluate_suite(
     attacks = entries(chosen, teacher, env_id, policy)
     name = chosen if isinstance(chosen, str) else ", ".join(chosen)
     file = _File(None if path is None else Path(path), _identity(env_id, episodes, seed, agents, adversary_steps))
+    agents = {agent: player for agent, player in agents.items() if agent in play}
     result = SuiteResult(
         env_id, name, tuple(dict.fromkeys(map(float, eps_units))), episodes, seed, (), _spared(agents, attacks)
     )

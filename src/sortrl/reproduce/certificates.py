@@ -12,7 +12,8 @@ from sortrl.config import robustify_config
 from sortrl.errors import SortRLError
 from sortrl.nets import CertifiedPolicy, SortPolicy
 from sortrl.pipeline import Run
-from sortrl.reproduce.figure1 import PLANS, TASKS, Scale, Unit, agent_of
+from sortrl.reproduce.figure1 import Scale, Unit, agent_of
+from sortrl.reproduce.settings import PLANS, TASKS
 from sortrl.teachers import teacher_preset, train_teacher
 
 # States per task, the clean episodes they are drawn from, and boxes that the complete search may open for each.

@@ -5,7 +5,8 @@ eps in their own input units (raw for CartPole and LunarLander, normalised for A
 "normalised": teachers with observation normalisation, eps in standard deviations.
 
 The work is cut into units (protocol, task, agent, seed, adversary), each kept in a file of its own: a stopped reproduction
-continues, and a finished one is only drawn again.
+continues, and a finished one is only drawn again. Units that stand in the figure already, on whatever machine they were computed,
+are kept as well, as long as their settings are today's.
 """
 
 from __future__ import annotations
@@ -30,58 +31,16 @@ from sortrl.files import read_json, write_json
 from sortrl.nets import CertifiedPolicy
 from sortrl.pipeline import SLOTS, Run
 from sortrl.records import Policy
+from sortrl.reproduce.cells import fingerprint
 from sortrl.reproduce.draw import draw
+from sortrl.reproduce.earlier import earlier_units, is_current
 from sortrl.reproduce.experts import expert, find_teachers
+from sortrl.reproduce.settings import EPS_GRID, PLANS, PRINTED_EPS, PROTOCOLS, SETTINGS, TASKS, Plan
 from sortrl.suite import evaluate_suite
-from sortrl.teachers import SteadyConfig, Teacher
+from sortrl.teachers import Teacher
 
 Scale = Literal["smoke", "cpu", "paper"]
-PROTOCOLS = ("paper", "normalised")
-TASKS = ("CartPole-v1", "Acrobot-v1", "MountainCar-v0", "LunarLander-v3")
-EPS_GRID = tuple(round(0.02 * k, 2) for k in range(11))
 TEST_SEED = 1500  # settings were chosen on the episodes of other seeds
-
-# Where students differ from the task's defaults, which are made for normalising teachers; chosen on validation episodes.
-SETTINGS: dict[tuple[str, str], dict[str, Any]] = {
-    ("paper", "CartPole-v1"): {
-        "eps": 0.05,
-        "scale": 5.0,
-        "smoothing": 0.2,
-        "noise": 0.2,
-        "lambda_end": 1.0,
-        "dagger_rounds": 2,
-    },
-    ("paper", "Acrobot-v1"): {"eps": 0.15, "noise": 0.2, "smoothing": 0.0, "dagger_rounds": 1, "start_radius": 0.3},
-    ("paper", "MountainCar-v0"): {
-        "eps": 0.1,
-        "scale": 2.0,
-        "smoothing": 0.05,
-        "noise": 0.15,
-        "lambda_end": 0.03,
-        "dagger_rounds": 2,
-        "dagger_eps": 0.15,
-    },
-    ("paper", "LunarLander-v3"): {
-        "eps": 0.03,
-        "scale": 4.0,
-        "smoothing": 0.03,
-        "noise": 0.05,
-        "lambda_end": 1.0,
-        "steps": 3000,
-        "dagger_rounds": 6,
-        "dagger_states": 30_000,
-        "dagger_eps": 0.15,
-    },
-    # A steady teacher wants to be followed closely: neither averaged nor given up for wider margins.
-    ("normalised", "CartPole-v1"): {
-        "eps": 0.1,
-        "smoothing": 0.0,
-        "noise": 0.2,
-        "lambda_end": 1.0,
-        "steady": SteadyConfig(eps=0.12, eps_attack=0.2, generations=60),
-    },
-}
-
 SUITE_COLUMNS = (
     "policy",
     "attack",
@@ -94,46 +53,6 @@ SUITE_COLUMNS = (
     "queries",
     "gradients",
 )
-
-
-@dataclass(frozen=True)
-class Plan:
-    """How much of the figure to compute."""
-
-    episodes: int
-    eps_grid: tuple[float, ...]
-    seeds: int
-    """Students of our recipe per task."""
-    paper_seeds: int
-    """Students of the recipe as printed (5 x 640) per task, in the paper's protocol."""
-    paper_episodes: int
-    paper_eps_grid: tuple[float, ...]
-    suite_episodes: int
-    suite_eps_grid: tuple[float, ...]
-    """Where the expert and the first student also meet every attack there is."""
-    suite_protocols: tuple[str, ...] = PROTOCOLS
-    adversary_steps: int = 200_000
-    """Environment steps in which an adversary learns against each of them."""
-    changes: tuple[tuple[str, Any], ...] = ()
-    suite: str | tuple[str, ...] = "full"
-    """The attacks in question."""
-
-
-COARSE = (0.0, 0.06, 0.1, 0.2)
-TINY: tuple[tuple[str, Any], ...] = (
-    ("steps", 20),
-    ("width", 16),
-    ("dagger_rounds", 0),
-    ("steady", None),
-    ("candidates", 1),
-)
-PLANS: dict[str, Plan] = {
-    "smoke": Plan(
-        2, (0.0, 0.1), 1, 1, 2, (0.0, 0.1), 2, (0.1,), PROTOCOLS, 2_000, TINY, ("pgd-10", "fgsm", "noise", "learned")
-    ),
-    "cpu": Plan(50, EPS_GRID, 3, 1, 20, COARSE, 10, (0.1, 0.2), ("paper",), 60_000),
-    "paper": Plan(50, EPS_GRID, 3, 3, 50, EPS_GRID, 50, EPS_GRID[1:]),
-}
 
 
 @dataclass(frozen=True)
@@ -168,7 +87,8 @@ def config_of(unit: Unit, plan: Plan) -> RobustifyConfig:
     settings = SETTINGS.get((unit.protocol, unit.task), {})
     if unit.agent == "paper":
         changes = {name: value for name, value in plan.changes if name != "dagger_rounds"}
-        return robustify_config(unit.task, settings.get("eps"), "paper", train_teacher=False, **changes)
+        eps = PRINTED_EPS.get(unit.task, settings.get("eps"))
+        return robustify_config(unit.task, eps, "paper", train_teacher=False, **changes)
     return robustify_config(unit.task, train_teacher=False, **{**settings, **dict(plan.changes)})
 
 
@@ -178,7 +98,14 @@ def agent_of(unit: Unit, plan: Plan, work: Path, folder: Path, published: Path |
     if unit.agent == "expert":
         return teacher
     directory = folder / "students" / f"{unit.protocol}-{unit.task}-{unit.agent}-{unit.seed}"
-    return Run(directory, unit.task, config_of(unit, plan), unit.seed).student(teacher)
+    run = Run(directory, unit.task, config_of(unit, plan), unit.seed, shared=_shared(unit, folder))
+    run.claim(teacher.name)  # a student of other settings that lies there is not this one
+    return run.student(teacher)
+
+
+def _shared(unit: Unit, folder: Path) -> Path:
+    """Where students of all seeds find what was made of their expert."""
+    return folder / "teachers" / f"{unit.protocol}-{unit.task}-{unit.agent}"
 
 
 def compute(unit: Unit, plan: Plan, work: Path, folder: Path, published: Path | None) -> dict[str, Any]:
@@ -186,9 +113,10 @@ def compute(unit: Unit, plan: Plan, work: Path, folder: Path, published: Path | 
     torch.set_num_threads(1)  # units run side by side
     agent = agent_of(unit, plan, work, folder, published)
     config = None if unit.agent == "expert" else asdict(config_of(unit, plan))
-    found = {"unit": asdict(unit), "config": config}
+    teacher = expert(unit.protocol, unit.task, work, published)
+    found = {"unit": asdict(unit), "config": config, "expert": fingerprint(teacher)}
     if unit.adversary != "pgd":
-        return {**found, **_under_suites(unit, plan, agent, expert(unit.protocol, unit.task, work, published), folder)}
+        return {**found, **_under_suites(unit, plan, agent, teacher, folder)}
     printed = unit.agent == "paper"
     episodes, grid = (plan.paper_episodes, plan.paper_eps_grid) if printed else (plan.episodes, plan.eps_grid)
     curve = evaluate_curve(agent, unit.task, attacks.PGD(10), grid, episodes, TEST_SEED, slots=SLOTS, name=unit.agent)
@@ -200,8 +128,12 @@ def compute(unit: Unit, plan: Plan, work: Path, folder: Path, published: Path | 
 
 
 def _under_suites(unit: Unit, plan: Plan, student: Policy, teacher: Policy, folder: Path) -> dict[str, Any]:
-    """The worst of all attacks, and of those that the paper and its rivals report, on student and expert."""
-    path = folder / "suites" / f"{unit.name}.json"
+    """The worst of all attacks, and of those that the paper and its rivals report, on student and expert.
+
+    Another student of the same expert leaves what is known of the expert as it is.
+    """
+    path, known = folder / "suites" / f"{unit.name}.json", _known_expert(unit, folder)
+    expert_rows = read_json(known) if known.exists() else []
     full = evaluate_suite(
         student,
         teacher,
@@ -212,7 +144,9 @@ def _under_suites(unit: Unit, plan: Plan, student: Policy, teacher: Policy, fold
         TEST_SEED,
         path=path,
         adversary_steps=plan.adversary_steps,
+        play=("student",) if expert_rows else ("student", "teacher"),
     )
+    full = replace(full, rows=(*full.rows, *expert_rows))
     worst = {}
     for name, members in (("PGD-10", {"PGD-10"}), ("paper", {*suite("paper", teacher)}), ("full", None)):
         part = [row for row in full.rows if members is None or row["attack"] in {*members, "none"}]
@@ -230,16 +164,25 @@ def fig1(
     jobs: int | None = None,
     progress: Callable[[str], None] = print,
 ) -> dict[str, Any]:
-    """Compute what is missing, then write ``fig1.json`` and ``fig1.png`` into ``out``."""
+    """Compute what is missing, of one task or of all, then write ``fig1.json`` and ``fig1.png`` into ``out``."""
     if task is not None and task not in TASKS:
         raise SortRLError(f"Figure 1 has no task {task!r}; choose one of {', '.join(TASKS)}.")
     plan, published = PLANS[scale], find_teachers(teachers)
     folder = work / scale
-    wanted = units(plan, (task,) if task else TASKS)
-    todo = [unit for unit in wanted if not (folder / f"{unit.name}.json").exists()]
-    progress(f"fig1: {len(wanted)} units, {len(wanted) - len(todo)} already done")
-    for protocol, name in {(unit.protocol, unit.task) for unit in todo}:
-        expert(protocol, name, work, published)  # trained once here, not by two workers at the same time
+    wanted = units(plan, TASKS)
+    _keep_earlier(wanted, plan, folder, earlier_units(out / "fig1.json", scale))
+
+    def missing() -> list[Unit]:
+        return [unit for unit in wanted if task in (None, unit.task) and not (folder / f"{unit.name}.json").exists()]
+
+    # Experts, and what students learn from, are made once here, not by two workers at the same time.
+    for protocol, name in dict.fromkeys((unit.protocol, unit.task) for unit in missing()):
+        teacher = expert(protocol, name, work, published)
+        _drop_others(wanted, protocol, name, fingerprint(teacher), published is not None, folder)
+        first = Unit(protocol, name, "ours", 0)
+        Run(_shared(first, folder), name, config_of(first, plan), 0).prepared(teacher)
+    todo = missing()
+    progress(f"fig1: {len(wanted)} units, {len(todo)} to be computed now")
     # Suites meet students that were trained for the curves, and take as long again: the figure is drawn before and after.
     for kind in ("pgd", "suite"):
         part = [unit for unit in todo if unit.adversary == kind]
@@ -253,6 +196,43 @@ def fig1(
         draw(results, out / "fig1.png")
         progress(f"fig1: {out / 'fig1.json'} and {out / 'fig1.png'} written, {len(there)} of {len(wanted)} units")
     return results
+
+
+def _keep_earlier(wanted: list[Unit], plan: Plan, folder: Path, earlier: list[dict[str, Any]]) -> None:
+    """Give those units that an earlier figure has, with today's settings, the files of their own that they lack.
+
+    Files of other settings are removed.
+    """
+    for unit in wanted:
+        path, config = folder / f"{unit.name}.json", None if unit.agent == "expert" else config_of(unit, plan)
+        if path.exists() and not is_current(read_json(path).get("config"), config):
+            path.unlink()
+        same = [entry for entry in earlier if entry["unit"] == asdict(unit) and is_current(entry.get("config"), config)]
+        if same and not path.exists():
+            write_json(path, same[0])
+        if unit.adversary == "suite" and not same:
+            rows = [row for entry in earlier if entry["unit"] == asdict(unit) for row in entry["rows"]]
+            known = [row for row in rows if row["policy"] == "teacher"]
+            if known:
+                write_json(_known_expert(unit, folder), known)
+
+
+def _known_expert(unit: Unit, folder: Path) -> Path:
+    """What is known of the expert under the attacks of a suite, from a figure whose student was another one."""
+    return folder / "suites" / f"{unit.name}-expert.json"
+
+
+def _drop_others(wanted: list[Unit], protocol: str, task: str, mark: str, published: bool, folder: Path) -> None:
+    """Remove units of another expert: trained on another machine, it may be a little different, and so are its students."""
+    mine = [unit for unit in wanted if (unit.protocol, unit.task) == (protocol, task)]
+    for unit in mine:
+        path = folder / f"{unit.name}.json"
+        named = read_json(path).get("expert") if path.exists() else mark
+        # Older units do not name theirs: then only a published one is surely the same.
+        if named != mark and not (named is None and protocol == "paper" and published):
+            path.unlink()
+            for other in mine:
+                _known_expert(other, folder).unlink(missing_ok=True)
 
 
 def _compute_to_file(argument: tuple[Unit, Plan, Path, Path | None, Path]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from sortrl.teachers.architecture import Architecture
 from sortrl.teachers.config import DQN_TEACHERS, PQN_TEACHERS, TEACHERS, PQNConfig, TeacherConfig, teacher_preset
+from sortrl.teachers.hardening import HardenConfig, hardened
 from sortrl.teachers.load import load_teacher
 from sortrl.teachers.normalization import load_normalizer, save_normalizer
 from sortrl.teachers.quantizing import quantized
@@ -19,11 +20,13 @@ __all__ = [
     "PQN_TEACHERS",
     "TEACHERS",
     "Architecture",
+    "HardenConfig",
     "PQNConfig",
     "SteadyConfig",
     "Teacher",
     "TeacherConfig",
     "decided_at_start",
+    "hardened",
     "load_normalizer",
     "load_teacher",
     "quantized",
