@@ -78,6 +78,23 @@ def test_certify_states_radii_in_raw_units(capsys, run, tmp_path):
     assert figures["at"] == [0.01, 0.05]
 
 
+def test_options_of_robustify_reach_the_run(monkeypatch, tmp_path):
+    """Hardening and candidates, which take minutes, as far as the configuration that a run would have."""
+
+    class Stop(Exception):
+        pass
+
+    def configured(self, *_arguments, **_named):
+        raise Stop(self.config)
+
+    monkeypatch.setattr("sortrl.pipeline.Run.teacher", configured)
+    options = ("--harden", "0.3", "--candidates", "2", "--episodes", "7", "--out", str(tmp_path / "run"))
+    with pytest.raises(Stop) as stop:
+        cli.main(["robustify", "CartPole-v1", *options])
+    config = stop.value.args[0]
+    assert (config.harden.eps, config.candidates, config.episodes) == (0.3, 2, 7)
+
+
 def test_report_is_made_again_from_the_results_alone(capsys, run):
     before = (run / "report.html").read_text()
     (run / "report.html").unlink()

@@ -25,6 +25,8 @@ def robustify(
     steps: int | None = None,
     states: int | None = None,
     episodes: int | None = None,
+    harden: float | None = None,
+    candidates: int | None = None,
     threads: int | None = None,
     json: Path | None = None,
 ) -> None:
@@ -47,6 +49,9 @@ def robustify(
         steps: Optimiser steps of the distillation.
         states: States to collect.
         episodes: Test episodes per point.
+        harden: First train the teacher on, in the environment, while attacks of up to this size are made on it (PPO and A2C
+            over vectors; three million steps); the student learns from that one. For tasks that are lost under attack.
+        candidates: Students to distil from the same data; the best on validation episodes is kept.
         threads: Threads to use [all cores].
         json: Also write the results here.
     """
@@ -56,10 +61,13 @@ def robustify(
     from sortrl.config import robustify_config
     from sortrl.envs import describe
     from sortrl.files import read_json, write_json
+    from sortrl.teachers import HardenConfig
 
     use_threads(threads)
     directory = out or Path("runs") / env.replace("/", "-")
-    changes: dict[str, Any] = {"steps": steps, "episodes": episodes}
+    changes: dict[str, Any] = {"steps": steps, "episodes": episodes, "candidates": candidates}
+    if harden is not None:
+        changes["harden"] = HardenConfig(eps=harden)
     if states is not None:
         default = robustify_config(describe(env).env_id, eps, preset).collect
         changes["collect"] = replace(default, states=states)

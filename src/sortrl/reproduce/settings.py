@@ -50,7 +50,7 @@ SETTINGS: dict[tuple[str, str], dict[str, Any]] = {
         "dagger_rounds": 6,
         "dagger_states": 30_000,
         "dagger_eps": 0.15,
-        "harden": HardenConfig(eps=0.2, calm=0.4, steps=3_000_000, learning_rate=3e-4),
+        "harden": HardenConfig(eps=0.2),
         "candidates": 3,
         "choose_episodes": 200,  # not attacked: what is gained under attack is paid for with clean return
     },

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +77,12 @@ class Teacher(nn.Module):
     def values(self, unit: Tensor) -> Tensor | None:
         """Action values (batch, n_actions) if the teacher estimates them (DQN, QR-DQN, PQN), else None."""
         return self.scores(unit) if self.algorithm in Q_ALGORITHMS else None
+
+    @property
+    def fingerprint(self) -> str:
+        """What tells two teachers apart: a hash of their weights and statistics."""
+        parts = [tensor.double().numpy().tobytes() for tensor in self.state_dict().values()]
+        return hashlib.sha256(b"".join(parts)).hexdigest()[:16]
 
     @property
     def is_stochastic(self) -> bool:
