@@ -33,6 +33,7 @@ ORDER = [
     "boxes",
     "compact",
     "rounding",
+    "polish",
     "certify",
     "attacks",
     "timing",

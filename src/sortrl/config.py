@@ -12,7 +12,7 @@ from sortrl.distill import PRESETS, DistillConfig
 from sortrl.errors import SortRLError
 from sortrl.rounding import RoundingConfig
 from sortrl.search import SearchConfig
-from sortrl.teachers import SteadyConfig, TeacherConfig, teacher_preset
+from sortrl.teachers import PQNConfig, SteadyConfig, TeacherConfig, continued, teacher_preset
 
 Preset = Literal["fast", "paper", "memory", "rounded"]
 RECIPES: dict[str, DistillConfig] = {**PRESETS, "memory": PRESETS["fast"], "rounded": PRESETS["fast"]}
@@ -89,6 +89,14 @@ ATARI_ROUNDED: dict[str, Any] = {
     "dagger_states": 40_000,
     "noise": 0.0,
 }
+
+
+def _polished(env_id: str, **changes: Any) -> dict[str, Any]:
+    """Distilled only as a start; then such a student learns from the game what it can do with what it sees."""
+    return {**ATARI_ROUNDED, "norm": True, "steps": 6000, "polish": replace(continued(env_id), **POLISH), **changes}
+
+
+POLISH: dict[str, Any] = {"total_steps": 1_500_000, "eval_every": 131_072}
 # Thirty starts, several times each: a Q-learner's own play, and tries with an accident now and then that may end better.
 ATARI_MEMORY: dict[str, Any] = {
     "collect": CollectConfig(states=250_000, exploration=0.3, random_actions=0.01, focus=0.2, spread=True, slots=64)
@@ -189,7 +197,7 @@ TASKS: dict[str, Task] = {
             2 / 255,
             ATARI,
             ROADRUNNER_MEMORY,
-            ATARI_ROUNDED,
+            _polished("sortrl/RoadRunner84-v0"),
             PRINTED,
         ),
         Task(
@@ -198,7 +206,7 @@ TASKS: dict[str, Task] = {
             2 / 255,
             ATARI,
             ATARI_MEMORY,
-            ATARI_ROUNDED,
+            _polished("sortrl/Pong84-v0"),
             PRINTED,
         ),
         Task(
@@ -207,7 +215,7 @@ TASKS: dict[str, Task] = {
             2 / 255,
             ATARI,
             ATARI_MEMORY,
-            {**ATARI_ROUNDED, "gap": 7.5 / 255},
+            _polished("sortrl/BankHeist84-v0", gap=7.5 / 255),
             PRINTED,
         ),
     )
@@ -259,6 +267,8 @@ class RobustifyConfig:
     """How large a student that remembers may be in half precision, as the zoo stores it."""
     rounding: RoundingConfig | None = None
     """Make a student that sees rounded pixels (:mod:`sortrl.rounding`), trained like this; ``distill`` then says nothing."""
+    polish: PQNConfig | None = None
+    """Let that student go on learning in the game itself, by Q-learning (:mod:`sortrl.polish`); it needs ``norm``."""
     steady: SteadyConfig | None = None
     """First search near the teacher for one that plays as well and whose decisions fewer small displacements change
     (:mod:`sortrl.teachers.steadying`); the student learns from that one. None: from the teacher as it is."""

@@ -28,6 +28,7 @@ from sortrl.envs import describe
 from sortrl.errors import SortRLError
 from sortrl.files import read_object, write_json
 from sortrl.nets import CertifiedPolicy
+from sortrl.polish import polished
 from sortrl.progress import Report, stage
 from sortrl.records import Demonstrations
 from sortrl.remember import best_episodes
@@ -57,6 +58,10 @@ class Stages:
             config = {name: value for name, value in config.items() if name not in ("eps_keep", "memory_bytes")}
         if config["rounding"] is None:  # likewise, of students that see rounded pixels
             del config["rounding"]
+        elif not config["rounding"]["norm"]:
+            del config["rounding"]["norm"]
+        if self.config.polish is None:
+            del config["polish"]
         if self.config.steady is None:  # likewise, of a search
             del config["steady"]
         if self.config.candidates == 1:
@@ -123,6 +128,8 @@ class Stages:
         for index in range(1, self.config.dagger_rounds + 1):
             training = merge(training, self.dagger(index, training, held_out, teacher))
         final = self.chosen(training, held_out, teacher)
+        if self.config.polish is not None:
+            return self._finish(self.polished(final.policy), final.history, training, held_out)
         return self._finish(final.policy, final.history, training, held_out, final.held_out)
 
     def _finish(
@@ -204,6 +211,14 @@ class Stages:
             )
         write_json(self.directory / "choice.json", choice.to_json())
         return found[choice.best]
+
+    def polished(self, policy: CertifiedPolicy) -> CertifiedPolicy:
+        """The student after it has gone on learning in the game."""
+        assert self.config.polish is not None
+        with self._stage("polish", "Learning on in the game") as progress:
+            return polished(
+                policy, self.env_id, self.config.polish, self.directory / "polished", self.seed, progress
+            )
 
     def remembered(self, data: Demonstrations, teacher: Teacher) -> CertifiedPolicy:
         """A student that is not trained: the best episodes in the data, and the nearest neighbour among their states."""

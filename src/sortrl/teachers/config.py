@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 from sortrl.errors import SortRLError
@@ -273,3 +273,20 @@ def teacher_preset(env_id: str, algorithm: Algorithm | None = None) -> TeacherCo
     if algorithm == "dqn":
         return DQN_TEACHERS.get(env_id, TeacherConfig(algorithm="dqn", n_envs=1))
     return TEACHERS.get(env_id, TeacherConfig())
+
+
+def continued(env_id: str) -> PQNConfig:
+    """Settings to go on with from a trained agent of the task: next to no random actions, which a good agent pays for with its
+    lives, a step size that falls to zero, and grades of more episodes, because what is left to gain is less than chance.
+
+    >>> continued("sortrl/Pong84-v0").exploration_fraction
+    0.0
+    """
+    return replace(
+        PQN_TEACHERS.get(env_id, PQNConfig()),
+        total_steps=3_000_000,
+        exploration_fraction=0.0,
+        exploration_final_eps=0.001,
+        longest_run=1,
+        eval_episodes=30,
+    )

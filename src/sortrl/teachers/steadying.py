@@ -7,7 +7,6 @@ inputs, may play as well and be far from the surface most of the time. An ordina
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -25,7 +24,7 @@ from sortrl.files import read_tensors, write_tensors
 from sortrl.teachers.evolution import STATE, Evolution
 from sortrl.teachers.grading import one_thread
 from sortrl.teachers.load import check_fit
-from sortrl.teachers.teacher import Teacher
+from sortrl.teachers.teacher import Teacher, fingerprint
 
 FORMAT = "sortrl-steadying-1"
 FILE_NAME = "steadying.safetensors"
@@ -217,7 +216,7 @@ def steadied(
     'teacher, steadied at 0.05'
     """
     search = Evolution(Variants.size(teacher, config.last_layer), config.population, config.seed)
-    identity = {"env": env_id, "config": asdict(config), "teacher": _fingerprint(teacher)}
+    identity = {"env": env_id, "config": asdict(config), "teacher": fingerprint(teacher)}
     path = None if out_dir is None else Path(out_dir) / FILE_NAME
     kept = _restored(search, path, identity)
     quarters = {round(config.generations * part / CHECKED) for part in range(1, CHECKED + 1)}
@@ -248,11 +247,6 @@ def _seeds(seed: int, generation: int, n: int) -> list[int]:
     """Hashed, so that they are no episodes of an evaluation, which counts up from its own seed."""
     numbers = np.random.SeedSequence([seed, 7, generation]).generate_state(n) >> 1
     return [int(number) for number in numbers]
-
-
-def _fingerprint(teacher: Teacher) -> str:
-    parts = [tensor.double().numpy().tobytes() for tensor in teacher.state_dict().values()]
-    return hashlib.sha256(b"".join(parts)).hexdigest()[:16]
 
 
 def _keep(search: Evolution, kept: list[Array], path: Path, identity: dict[str, Any]) -> None:
