@@ -93,10 +93,10 @@ ATARI_ROUNDED: dict[str, Any] = {
 
 def _polished(env_id: str, **changes: Any) -> dict[str, Any]:
     """Distilled only as a start; then such a student learns from the game what it can do with what it sees."""
-    return {**ATARI_ROUNDED, "norm": True, "steps": 6000, "polish": replace(continued(env_id), **POLISH), **changes}
+    return {**ATARI_ROUNDED, "norm": True, "steps": 4000, "polish": replace(continued(env_id), **POLISH), **changes}
 
 
-POLISH: dict[str, Any] = {"total_steps": 1_500_000, "eval_every": 131_072}
+POLISH: dict[str, Any] = {"total_steps": 600_000, "eval_every": 98_304}
 # Thirty starts, several times each: a Q-learner's own play, and tries with an accident now and then that may end better.
 ATARI_MEMORY: dict[str, Any] = {
     "collect": CollectConfig(states=250_000, exploration=0.3, random_actions=0.01, focus=0.2, spread=True, slots=64)

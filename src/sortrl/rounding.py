@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 from torch.nn import functional
 
 from sortrl.checkpoint import Checkpoint
@@ -44,7 +45,7 @@ class RoundingConfig:
     hidden: tuple[int, ...] = RoundedConfig.hidden
     """Widths between the linear layers behind them."""
     norm: bool = False
-    """Learn the teacher's scores (squared error), with layer norm, instead of its choices: what a student needs that goes on by
+    """Layer norm behind every layer, and learn the teacher's action values beside its choices: what a student needs that goes on by
     Q-learning (:mod:`sortrl.polish`)."""
     steps: int = 10_000
     """Optimiser steps."""
@@ -119,6 +120,7 @@ def distill_rounded(
     states = torch.from_numpy(np.ascontiguousarray(demonstrations.obs))
     labels = torch.from_numpy(demonstrations.actions.astype(np.int64))
     values = torch.from_numpy(demonstrations.logits.astype(np.float32))
+    unit = max(1e-6, float((values - values.mean(1, keepdim=True)).std()))  # how far action values usually are apart
     identity = {"config": asdict(config), "seed": seed, "states": len(states), "labels": int(labels.sum())}
     checkpoint = Checkpoint(out_dir, identity)
     first, history = checkpoint.restore(policy, optimizer, generator)
@@ -130,7 +132,7 @@ def distill_rounded(
         index = torch.randint(len(states), (config.batch,), generator=generator)
         scores = policy.head((states[index][:, None] > whole).flatten(1, 2).float())
         loss = (
-            functional.mse_loss(scores, values[index])
+            value_loss(scores, values[index], labels[index], unit)
             if config.norm
             else functional.cross_entropy(scores, labels[index])
         )
@@ -152,6 +154,18 @@ def distill_rounded(
             checkpoint.save(policy, optimizer, generator, done, history)
     policy.eval().requires_grad_(False)
     return Distilled(policy, history, None if held_out is None else held_out_metrics(policy, held_out, eps))
+
+
+def value_loss(scores: Tensor, values: Tensor, labels: Tensor, unit: float) -> Tensor:
+    """Of a student that learns action values: squared error, and cross-entropy of its choices, both in units of what usually lies
+    between the values of two actions. Errors that are small beside the values would otherwise decide how it plays.
+
+    >>> values = torch.tensor([[3.0, 3.5]])
+    >>> swapped = value_loss(values.flip(1), values, torch.tensor([1]), 0.5)
+    >>> bool(swapped > value_loss(values, values, torch.tensor([1]), 0.5) + 1)
+    True
+    """
+    return 0.5 * functional.mse_loss(scores / unit, values / unit) + functional.cross_entropy(4 * scores / unit, labels)
 
 
 def _thresholds(
@@ -180,7 +194,9 @@ def _initial_policy(
     generator: torch.Generator,
 ) -> RoundedPolicy:
     shape = demonstrations.obs.shape[1:]
-    policy = RoundedPolicy(shape, demonstrations.n_actions, config.levels, config.conv, config.hidden, normalizer, config.norm)
+    policy = RoundedPolicy(
+        shape, demonstrations.n_actions, config.levels, config.conv, config.hidden, normalizer, config.norm
+    )
     with torch.no_grad():
         used = torch.from_numpy(np.isfinite(raw))
         unit = normalizer(np.where(np.isfinite(raw), raw, 0.0))

@@ -216,9 +216,7 @@ class Stages:
         """The student after it has gone on learning in the game."""
         assert self.config.polish is not None
         with self._stage("polish", "Learning on in the game") as progress:
-            return polished(
-                policy, self.env_id, self.config.polish, self.directory / "polished", self.seed, progress
-            )
+            return polished(policy, self.env_id, self.config.polish, self.directory / "polished", self.seed, progress)
 
     def remembered(self, data: Demonstrations, teacher: Teacher) -> CertifiedPolicy:
         """A student that is not trained: the best episodes in the data, and the nearest neighbour among their states."""

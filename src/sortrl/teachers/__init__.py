@@ -3,7 +3,15 @@
 from __future__ import annotations
 
 from sortrl.teachers.architecture import Architecture
-from sortrl.teachers.config import DQN_TEACHERS, PQN_TEACHERS, TEACHERS, PQNConfig, TeacherConfig, continued, teacher_preset
+from sortrl.teachers.config import (
+    DQN_TEACHERS,
+    PQN_TEACHERS,
+    TEACHERS,
+    PQNConfig,
+    TeacherConfig,
+    continued,
+    teacher_preset,
+)
 from sortrl.teachers.load import load_teacher
 from sortrl.teachers.normalization import load_normalizer, save_normalizer
 from sortrl.teachers.quantizing import quantized

@@ -246,8 +246,8 @@ def learn(
     if config.linear_decay:
         for group in optimizer.param_groups:
             group["lr"] = config.learning_rate * (1.0 - step / config.total_steps)
-    seen = rollout._replace(rewards=rollout.rewards.sign()) if config.clip_reward else rollout
-    targets = lambda_returns(seen, config.gamma, config.q_lambda).flatten()
+    rewards = rollout.rewards.sign() if config.clip_reward else rollout.rewards / config.reward_unit
+    targets = lambda_returns(rollout._replace(rewards=rewards), config.gamma, config.q_lambda).flatten()
     obs, actions = rollout.obs.flatten(0, 1), rollout.actions.flatten()
     for batch in _batches(len(targets), config, generator):
         values = body(_unit(obs[batch])).gather(1, actions[batch, None]).squeeze(1)
