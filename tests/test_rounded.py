@@ -28,6 +28,7 @@ from sortrl.polish import polished
 from sortrl.records import Demonstrations
 from sortrl.rounding import RoundingConfig, distill_rounded, gap_thresholds
 from sortrl.teachers import continued
+from sortrl.teachers.pq import Tutor
 from sortrl.verify import verify
 
 SHAPE = (2, 9, 8)
@@ -305,24 +306,24 @@ def test_the_whole_job_on_a_small_game(tmp_path):
     assert "Lipschitz constant" not in page
 
 
-def poor_student(steps: int = 60) -> RoundedPolicy:
-    """One that has learned next to nothing from the zoo's teacher of a MinAtar game."""
+def poor_student(steps: int = 150) -> tuple[RoundedPolicy, Tutor]:
+    """One that has learned little from the zoo's teacher of a MinAtar game, and that teacher with what it has shown."""
     pytest.importorskip("minatar", reason="MinAtar is not installed: pip install 'sortrl[minatar]'")
     _, _, teacher = open_run(Path("zoo:breakout"))
     data = collect(teacher, BREAKOUT, CollectConfig(states=2000, exploration=0.7, random_actions=0.15), 0)
     config = RoundingConfig(gap=0.4, levels=1, conv=((16, 3, 1),), hidden=(128,), norm=True, steps=steps)
     policy = distill_rounded(data, teacher.normalizer, config, 0.3).policy
     assert isinstance(policy, RoundedPolicy)
-    return policy
+    return policy, Tutor(teacher, torch.from_numpy(data.obs), torch.from_numpy(data.logits.astype(np.float32)))
 
 
 def test_a_poor_student_learns_on_in_the_game_and_keeps_its_certificates():
-    student = poor_student()
-    config = replace(continued(BREAKOUT), total_steps=49_152, eval_every=16_384, eval_episodes=10, target_return=None)
-    better = polished(student, BREAKOUT, config)
+    student, tutor = poor_student()
+    config = replace(continued(BREAKOUT), total_steps=16_384, eval_every=4096, target_return=None)
+    better = polished(student, BREAKOUT, config, tutor=tutor)
     assert torch.equal(better.rounding.thresholds, student.rounding.thresholds), "where it looks is not learned"
     before, after = (greedy_returns(policy, BREAKOUT, range(900, 920)).mean() for policy in (student, better))
-    assert after > before + 3, "in 50,000 steps it has learned to play"
+    assert after > before + 1, "it has learned to play better"
     env = make_env(BREAKOUT)
     obs = np.stack([env.reset(seed=0)[0], *(env.step(np.int64(k % 3))[0] for k in range(20))])
     radius = better.certify(obs).radius
@@ -330,25 +331,27 @@ def test_a_poor_student_learns_on_in_the_game_and_keeps_its_certificates():
     assert flips(better, better.normalize(obs), radius) == 0
 
 
-def test_learning_on_that_is_cut_off_ends_as_if_it_had_not_been(tmp_path):
-    student = poor_student(steps=2)
+@pytest.mark.parametrize("tutored", [False, True])
+def test_learning_on_that_is_cut_off_ends_as_if_it_had_not_been(tmp_path, tutored):
+    student, tutor = poor_student(steps=2)
     config = replace(continued(BREAKOUT), total_steps=2048, eval_every=1024, eval_episodes=2, target_return=None)
-    whole = polished(student, BREAKOUT, config, tmp_path / "whole")
+    tutor = tutor if tutored else None
+    whole = polished(student, BREAKOUT, config, tmp_path / "whole", tutor=tutor)
 
     def stop(row) -> None:
         if row["step"] > 1200:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        polished(student, BREAKOUT, config, tmp_path / "cut", progress=stop)
-    resumed = polished(student, BREAKOUT, config, tmp_path / "cut")
-    again = polished(student, BREAKOUT, config, tmp_path / "cut")
+        polished(student, BREAKOUT, config, tmp_path / "cut", progress=stop, tutor=tutor)
+    resumed = polished(student, BREAKOUT, config, tmp_path / "cut", tutor=tutor)
+    again = polished(student, BREAKOUT, config, tmp_path / "cut", tutor=tutor)
     for made in (resumed, again):
         assert all(
             torch.equal(a, b) for a, b in zip(whole.state_dict().values(), made.state_dict().values(), strict=True)
         )
     with pytest.raises(SortRLError, match="other settings"):
-        polished(poor_student(steps=3), BREAKOUT, config, tmp_path / "cut")
+        polished(poor_student(steps=3)[0], BREAKOUT, config, tmp_path / "cut", tutor=tutor)
 
 
 def test_only_a_student_with_layer_norm_learns_on(tmp_path):

@@ -90,13 +90,20 @@ ATARI_ROUNDED: dict[str, Any] = {
     "noise": 0.0,
 }
 
-
-def _polished(env_id: str, **changes: Any) -> dict[str, Any]:
-    """Distilled only as a start; then such a student learns from the game what it can do with what it sees."""
-    return {**ATARI_ROUNDED, "norm": True, "steps": 4000, "polish": replace(continued(env_id), **POLISH), **changes}
-
-
-POLISH: dict[str, Any] = {"total_steps": 600_000, "eval_every": 98_304}
+# Distilled only as a start; then such a student goes on with its teacher's answers to the states of its own play.
+PONG_ROUNDED: dict[str, Any] = {
+    **ATARI_ROUNDED,
+    "norm": True,
+    "steps": 4000,
+    "polish": replace(
+        continued("sortrl/Pong84-v0"),
+        total_steps=200_000,
+        eval_every=65_536,
+        eval_episodes=20,
+        exploration_final_eps=0.01,
+        target_return=None,
+    ),
+}
 # Thirty starts, several times each: a Q-learner's own play, and tries with an accident now and then that may end better.
 ATARI_MEMORY: dict[str, Any] = {
     "collect": CollectConfig(states=250_000, exploration=0.3, random_actions=0.01, focus=0.2, spread=True, slots=64)
@@ -197,7 +204,7 @@ TASKS: dict[str, Task] = {
             2 / 255,
             ATARI,
             ROADRUNNER_MEMORY,
-            _polished("sortrl/RoadRunner84-v0"),
+            ATARI_ROUNDED,
             PRINTED,
         ),
         Task(
@@ -206,7 +213,7 @@ TASKS: dict[str, Task] = {
             2 / 255,
             ATARI,
             ATARI_MEMORY,
-            _polished("sortrl/Pong84-v0"),
+            PONG_ROUNDED,
             PRINTED,
         ),
         Task(
@@ -215,7 +222,7 @@ TASKS: dict[str, Task] = {
             2 / 255,
             ATARI,
             ATARI_MEMORY,
-            _polished("sortrl/BankHeist84-v0", gap=7.5 / 255),
+            {**ATARI_ROUNDED, "gap": 7.5 / 255},
             PRINTED,
         ),
     )
@@ -269,6 +276,8 @@ class RobustifyConfig:
     """Make a student that sees rounded pixels (:mod:`sortrl.rounding`), trained like this; ``distill`` then says nothing."""
     polish: PQNConfig | None = None
     """Let that student go on learning in the game itself, by Q-learning (:mod:`sortrl.polish`); it needs ``norm``."""
+    tutored: bool = True
+    """There it learns from the teacher's values in the states of its own play; or else from rewards, without the teacher."""
     steady: SteadyConfig | None = None
     """First search near the teacher for one that plays as well and whose decisions fewer small displacements change
     (:mod:`sortrl.teachers.steadying`); the student learns from that one. None: from the teacher as it is."""

@@ -18,7 +18,7 @@ from sortrl.errors import SortRLError
 from sortrl.nets import CertifiedPolicy, RoundedPolicy
 from sortrl.teachers.config import PQNConfig
 from sortrl.teachers.grading import Progress
-from sortrl.teachers.pq import q_learn
+from sortrl.teachers.pq import Tutor, q_learn
 from sortrl.teachers.teacher import fingerprint
 
 
@@ -29,8 +29,10 @@ def polished(
     out_dir: str | Path | None = None,
     seed: int = 0,
     progress: Progress | None = None,
+    tutor: Tutor | None = None,
 ) -> RoundedPolicy:
-    """The student after ``config.total_steps`` more of the game: the best of its states by greedy episodes that belong to no test.
+    """The student after ``config.total_steps`` more of the game: the best of its states, the first among them, by greedy episodes
+    that belong to no test.
 
     ``config`` is that of a teacher's training; what it says of the network does not count. Trainings are resumed as those are.
     """
@@ -47,5 +49,9 @@ def polished(
 
     settings = {name: value for name, value in asdict(config).items() if name not in ("channels", "hidden")}
     identity = {"env_id": env_id, "seed": int(seed), "config": settings, "start": fingerprint(policy)}
+    if tutor is not None:
+        identity["tutor"] = fingerprint(tutor.teacher)
     out = None if out_dir is None else Path(out_dir)
-    return q_learn(body, frozen, RoundedPolicy.load, describe(env_id), config, out, identity, progress)
+    return q_learn(
+        body, frozen, RoundedPolicy.load, describe(env_id), config, out, identity, progress, trained=True, tutor=tutor
+    )

@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor
 from torch.nn import functional
 
 from sortrl.checkpoint import Checkpoint
@@ -25,6 +24,7 @@ from sortrl.memory import require
 from sortrl.nets.rounded import UNUSED, RoundedConfig, RoundedPolicy
 from sortrl.normalizer import Normalizer
 from sortrl.records import Demonstrations
+from sortrl.teachers.pq import value_loss
 
 BYTES = 256  # values that a pixel can take
 
@@ -120,7 +120,6 @@ def distill_rounded(
     states = torch.from_numpy(np.ascontiguousarray(demonstrations.obs))
     labels = torch.from_numpy(demonstrations.actions.astype(np.int64))
     values = torch.from_numpy(demonstrations.logits.astype(np.float32))
-    unit = max(1e-6, float((values - values.mean(1, keepdim=True)).std()))  # how far action values usually are apart
     identity = {"config": asdict(config), "seed": seed, "states": len(states), "labels": int(labels.sum())}
     checkpoint = Checkpoint(out_dir, identity)
     first, history = checkpoint.restore(policy, optimizer, generator)
@@ -131,11 +130,7 @@ def distill_rounded(
             group["lr"] = config.rate(step)
         index = torch.randint(len(states), (config.batch,), generator=generator)
         scores = policy.head((states[index][:, None] > whole).flatten(1, 2).float())
-        loss = (
-            value_loss(scores, values[index], labels[index], unit)
-            if config.norm
-            else functional.cross_entropy(scores, labels[index])
-        )
+        loss = value_loss(scores, values[index]) if config.norm else functional.cross_entropy(scores, labels[index])
         optimizer.zero_grad(set_to_none=True)
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
@@ -154,18 +149,6 @@ def distill_rounded(
             checkpoint.save(policy, optimizer, generator, done, history)
     policy.eval().requires_grad_(False)
     return Distilled(policy, history, None if held_out is None else held_out_metrics(policy, held_out, eps))
-
-
-def value_loss(scores: Tensor, values: Tensor, labels: Tensor, unit: float) -> Tensor:
-    """Of a student that learns action values: squared error, and cross-entropy of its choices, both in units of what usually lies
-    between the values of two actions. Errors that are small beside the values would otherwise decide how it plays.
-
-    >>> values = torch.tensor([[3.0, 3.5]])
-    >>> swapped = value_loss(values.flip(1), values, torch.tensor([1]), 0.5)
-    >>> bool(swapped > value_loss(values, values, torch.tensor([1]), 0.5) + 1)
-    True
-    """
-    return 0.5 * functional.mse_loss(scores / unit, values / unit) + functional.cross_entropy(4 * scores / unit, labels)
 
 
 def _thresholds(

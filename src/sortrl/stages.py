@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from sortrl import attacks, nets
 from sortrl.attacked import UnderAttack
@@ -37,6 +38,7 @@ from sortrl.search import SearchConfig, search
 from sortrl.straighten import straightened
 from sortrl.teachers import Teacher, decided_at_start, load_teacher, smoothed, steadied, train_teacher
 from sortrl.teachers.grading import LOG_FILE
+from sortrl.teachers.pq import Tutor
 
 VALIDATION_SHARE = 0.1
 CHOICE = ("candidates", "choose_eps", "choose_episodes")
@@ -61,7 +63,7 @@ class Stages:
         elif not config["rounding"]["norm"]:
             del config["rounding"]["norm"]
         if self.config.polish is None:
-            del config["polish"]
+            del config["polish"], config["tutored"]
         if self.config.steady is None:  # likewise, of a search
             del config["steady"]
         if self.config.candidates == 1:
@@ -129,7 +131,7 @@ class Stages:
             training = merge(training, self.dagger(index, training, held_out, teacher))
         final = self.chosen(training, held_out, teacher)
         if self.config.polish is not None:
-            return self._finish(self.polished(final.policy), final.history, training, held_out)
+            return self._finish(self.polished(final.policy, training, teacher), final.history, training, held_out)
         return self._finish(final.policy, final.history, training, held_out, final.held_out)
 
     def _finish(
@@ -212,11 +214,14 @@ class Stages:
         write_json(self.directory / "choice.json", choice.to_json())
         return found[choice.best]
 
-    def polished(self, policy: CertifiedPolicy) -> CertifiedPolicy:
+    def polished(self, policy: CertifiedPolicy, training: Demonstrations, teacher: Teacher) -> CertifiedPolicy:
         """The student after it has gone on learning in the game."""
         assert self.config.polish is not None
+        folder = self.directory / "polished"
+        known = torch.from_numpy(training.obs), torch.from_numpy(training.logits.astype(np.float32))
+        tutor = Tutor(teacher, *known) if self.config.tutored else None
         with self._stage("polish", "Learning on in the game") as progress:
-            return polished(policy, self.env_id, self.config.polish, self.directory / "polished", self.seed, progress)
+            return polished(policy, self.env_id, self.config.polish, folder, self.seed, progress, tutor)
 
     def remembered(self, data: Demonstrations, teacher: Teacher) -> CertifiedPolicy:
         """A student that is not trained: the best episodes in the data, and the nearest neighbour among their states."""

@@ -174,8 +174,11 @@ def _centred(lo: Tensor, hi: Tensor, careful: bool) -> tuple[Tensor, Tensor]:
 def _interval(layer: Layer, centre: Tensor, radius: Tensor, careful: bool) -> tuple[Tensor, Tensor]:
     """Centre and radius of what a layer makes of a box."""
     weight, bias = _parameters(layer, centre.dtype)
-    out, spread = _apply(layer, centre, weight, bias), _apply(layer, radius, weight.abs())
-    return out, spread + _lost(layer, centre, radius, weight, bias) if careful else spread
+    out = _apply(layer, centre, weight, bias)
+    if not careful:
+        return out, _apply(layer, radius, weight.abs())
+    lost = (weight[0].numel() + 4) * _DOUBLE  # of |W| (|c| + r) + |b|, as :func:`_lost` has it, in the same product
+    return out, _apply(layer, lost * centre.abs() + (1.0 + lost) * radius, weight.abs(), lost * bias.abs())
 
 
 def _lost(layer: Layer, centre: Tensor, radius: Tensor, weight: Tensor, bias: Tensor) -> Tensor:

@@ -176,7 +176,7 @@ class RoundedPolicy(CertifiedPolicy):
     def _same_leads(self, answers: Tensor, exact: Tensor, action: Tensor) -> Tensor:
         """What is certain of the leads of the action when nothing changes but the order of sums."""
         if self.config.norm:
-            rows = zip(answers.split(ROWS_AT_ONCE), action.split(ROWS_AT_ONCE), strict=True)
+            rows = zip(torch.split(answers, ROWS_AT_ONCE), torch.split(action, ROWS_AT_ONCE), strict=True)
             return torch.cat([self.head.leads_over(same.double(), same.double(), a, careful=True) for same, a in rows])
         return self.head.same_leads(exact, action, 1.0, tuple(answers.shape[1:]))
 

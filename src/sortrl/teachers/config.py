@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from sortrl.errors import SortRLError
 
@@ -277,10 +277,6 @@ def teacher_preset(env_id: str, algorithm: Algorithm | None = None) -> TeacherCo
     return TEACHERS.get(env_id, TeacherConfig())
 
 
-# Seeds that are eaten in a row are worth 100, 200, 300 and 400, which signs of rewards do not tell; 250 is about the mean.
-CONTINUED: dict[str, dict[str, Any]] = {"sortrl/RoadRunner84-v0": {"clip_reward": False, "reward_unit": 250.0}}
-
-
 def continued(env_id: str) -> PQNConfig:
     """Settings to go on with from a trained agent of the task: next to no random actions, which a good agent pays for with its
     lives, a step size that falls to zero, and grades of more episodes, because what is left to gain is less than chance.
@@ -288,7 +284,7 @@ def continued(env_id: str) -> PQNConfig:
     >>> continued("sortrl/Pong84-v0").exploration_fraction
     0.0
     """
-    config = replace(
+    return replace(
         PQN_TEACHERS.get(env_id, PQNConfig()),
         total_steps=1_500_000,
         eval_every=131_072,
@@ -297,4 +293,3 @@ def continued(env_id: str) -> PQNConfig:
         longest_run=1,
         eval_episodes=30,
     )
-    return replace(config, **CONTINUED.get(env_id, {}))

@@ -11,7 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import closing
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -66,8 +66,33 @@ def train_pqn(
     body.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # learns a third faster on CPUs
     out = None if out_dir is None else Path(out_dir)
     return q_learn(
-        body, lambda: _frozen(body, architecture, info), Teacher.load, info, config, out, identity, progress, processes
+        body,
+        lambda: _frozen(body, architecture, info),
+        Teacher.load,
+        info,
+        config,
+        out,
+        identity,
+        progress,
+        processes,
+        trained=start is not None,
     )
+
+
+@dataclass(frozen=True)
+class Tutor:
+    """A teacher whose values are learned in the states of the learner's own play; and states that it answered before, half of
+    every batch, without which what is not met just now would be forgotten."""
+
+    teacher: Teacher
+    obs: Tensor
+    """(n, *obs_shape), raw."""
+    values: Tensor
+    """(n, n_actions)."""
+
+    @torch.no_grad()
+    def values_of(self, obs: Tensor) -> Tensor:
+        return torch.cat([self.teacher.scores(self.teacher.normalize(part)) for part in torch.split(obs, 512)])
 
 
 class Learner(Predicts, Protocol):
@@ -89,9 +114,13 @@ def q_learn(
     identity: dict[str, Any],
     progress: Progress | None,
     processes: int = 1,
+    trained: bool = False,
+    tutor: Tutor | None = None,
 ) -> Agent:
     """Let ``body`` (unit-space images to action values) learn, and return the best agent seen: ``frozen`` makes one of the present
     weights, ``load`` reads back what it saved in ``out``. ``identity``, which has the seed, is what a resumed training must share.
+    What is ``trained`` already is graded before it learns, so that nothing worse is returned.
+    With a ``tutor`` it does not learn from rewards.
     """
     seed = identity["seed"]
     with one_thread(), generators_restored():
@@ -108,9 +137,11 @@ def q_learn(
         saved = started
         with closing(run.fleet):
             while not (history and history[-1]["done"]):
-                learn(body, optimizer, run.play(body, generator, step), config, generator, step)
-                before, step = step, step + config.n_envs * config.n_steps
-                due = step // config.eval_every > before // config.eval_every or step >= config.total_steps
+                due = trained and not history  # the start may be the best there is
+                if not due:
+                    learn(body, optimizer, run.play(body, generator, step), config, generator, step, tutor)
+                    before, step = step, step + config.n_envs * config.n_steps
+                    due = step // config.eval_every > before // config.eval_every or step >= config.total_steps
                 if due:
                     agent = frozen()
                     score, confirmed = grade(agent, info.env_id, config, seed, len(history))
@@ -127,7 +158,7 @@ def q_learn(
                     checkpoint.save(body, optimizer, generator, step, history, run.state())
                     saved = time.monotonic()
                 if progress is not None:
-                    rate = (step - first) / (time.monotonic() - started)
+                    rate = max(1, step - first) / (time.monotonic() - started)
                     row = {"step": step, "total": config.total_steps, "training_return": run.mean_return}
                     row |= {"steps_per_s": rate, "hours_left": (config.total_steps - step) / rate / 3600}
                     progress(row | ({"return": history[-1]["return"]} if history else {}))
@@ -241,21 +272,43 @@ def learn(
     config: PQNConfig,
     generator: torch.Generator,
     step: int,
+    tutor: Tutor | None = None,
 ) -> None:
-    """A few passes over the rollout in random batches: squared error against its lambda-returns."""
+    """A few passes over the rollout in random batches: squared error against its lambda-returns, or the tutor's values."""
     if config.linear_decay:
         for group in optimizer.param_groups:
             group["lr"] = config.learning_rate * (1.0 - step / config.total_steps)
     rewards = rollout.rewards.sign() if config.clip_reward else rollout.rewards / config.reward_unit
     targets = lambda_returns(rollout._replace(rewards=rewards), config.gamma, config.q_lambda).flatten()
     obs, actions = rollout.obs.flatten(0, 1), rollout.actions.flatten()
+    taught = None if tutor is None else tutor.values_of(obs)
     for batch in _batches(len(targets), config, generator):
-        values = body(_unit(obs[batch])).gather(1, actions[batch, None]).squeeze(1)
-        loss = 0.5 * nn.functional.mse_loss(values, targets[batch])
+        values = body(_unit(obs[batch]))
+        if taught is None:
+            played = values.gather(1, actions[batch, None]).squeeze(1)
+            loss = 0.5 * nn.functional.mse_loss(played, targets[batch])
+        else:
+            assert tutor is not None
+            index = torch.randint(len(tutor.obs), (len(batch),), generator=generator)
+            earlier = value_loss(body(_unit(tutor.obs[index])), tutor.values[index])
+            loss = (value_loss(values, taught[batch]) + earlier) / 2
         optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         nn.utils.clip_grad_norm_(body.parameters(), MAX_GRAD_NORM)
         optimizer.step()
+
+
+def value_loss(values: Tensor, taught: Tensor) -> Tensor:
+    """Of a student that learns action values: squared error, and cross-entropy of its choices, both in units of what usually lies
+    between the values of two actions. Errors that are small beside the values would otherwise decide how it plays.
+
+    >>> taught = torch.tensor([[3.0, 3.5], [1.0, 0.5]])
+    >>> bool(value_loss(taught.flip(1), taught) > value_loss(taught, taught) + 1)
+    True
+    """
+    unit = (taught - taught.mean(1, keepdim=True)).square().mean().sqrt().clamp(min=1e-6)
+    error = nn.functional.mse_loss(values / unit, taught / unit)
+    return 0.5 * error + nn.functional.cross_entropy(4 * values / unit, taught.argmax(1))
 
 
 def _batches(n: int, config: PQNConfig, generator: torch.Generator) -> Iterator[Tensor]:
