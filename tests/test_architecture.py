@@ -34,6 +34,7 @@ ORDER = [
     "boxes",
     "compact",
     "rounding",
+    "polish",
     "certify",
     "attacks",
     "timing",

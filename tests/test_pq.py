@@ -198,3 +198,41 @@ def test_presets_and_wrong_tasks():
     assert isinstance(teacher_preset("sortrl/Asterix10-v0", "pqn"), PQNConfig)
     with pytest.raises(SortRLError, match="pqn learns from images"):
         train_teacher("CartPole-v1", PQNConfig())
+
+
+def test_a_training_goes_on_from_an_earlier_agent_and_returns_nothing_worse(tmp_path):
+    first = train_teacher(BREAKOUT, TINY, tmp_path / "first")
+    still = replace(TINY, exploration_fraction=0.0, exploration_final_eps=0.0, learning_rate=1e-12)
+    same = train_teacher(BREAKOUT, still, tmp_path / "same", start=first)
+    far = max(float((a - b).abs().max()) for a, b in zip(first.parameters(), same.parameters(), strict=True))
+    assert far < 1e-6, "it begins with the weights that it was given"
+    history = json.loads((tmp_path / "same" / "training.json").read_text())["history"]
+    assert [row["step"] for row in history] == [0, 512, 1024], "the start is graded too"
+    train_teacher(BREAKOUT, replace(TINY, learning_rate=1.0), tmp_path / "worse", start=first)
+    kept = load_teacher(tmp_path / "worse", BREAKOUT)
+    grades = json.loads((tmp_path / "worse" / "training.json").read_text())["history"]
+    if max(grades, key=lambda row: row["return"])["step"] == 0:
+        assert torch.equal(next(kept.parameters()), next(first.parameters()))
+    another = train_teacher(BREAKOUT, TINY, None, seed=1)
+    with pytest.raises(SortRLError, match="other settings"):
+        train_teacher(BREAKOUT, still, tmp_path / "same", start=another)
+
+
+def test_a_training_does_not_go_on_from_what_has_another_network_or_algorithm(tmp_path):
+    other = train_teacher(BREAKOUT, replace(TINY, total_steps=64, eval_every=64), None)
+    with pytest.raises(SortRLError, match="the same network"):
+        train_teacher(BREAKOUT, replace(TINY, hidden=(17,)), tmp_path, start=other)
+    with pytest.raises(SortRLError, match="only pqn"):
+        train_teacher("CartPole-v1", teacher_preset("CartPole-v1"), tmp_path, start=other)
+
+
+def test_without_a_time_to_explore_next_to_no_action_is_random_from_the_first():
+    config = replace(TINY, exploration_fraction=0.0, exploration_final_eps=0.0)
+    run = _Run(describe(BREAKOUT), config, 0, {})
+    n = run.fleet.info.n_actions
+    last = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.LazyLinear(n))
+    last(torch.zeros(1, *run.fleet.info.obs_shape))
+    last.requires_grad_(False)[1].weight.zero_()
+    last[1].bias.copy_(torch.arange(float(n)))
+    played = run.play(last, torch.Generator().manual_seed(0), step=0).actions
+    assert bool((played == n - 1).all())

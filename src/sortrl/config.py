@@ -12,7 +12,7 @@ from sortrl.distill import PRESETS, DistillConfig
 from sortrl.errors import SortRLError
 from sortrl.rounding import RoundingConfig
 from sortrl.search import SearchConfig
-from sortrl.teachers import HardenConfig, SteadyConfig, TeacherConfig, teacher_preset
+from sortrl.teachers import HardenConfig, PQNConfig, SteadyConfig, TeacherConfig, continued, teacher_preset
 
 Preset = Literal["fast", "paper", "memory", "rounded"]
 RECIPES: dict[str, DistillConfig] = {**PRESETS, "memory": PRESETS["fast"], "rounded": PRESETS["fast"]}
@@ -88,6 +88,21 @@ ATARI_ROUNDED: dict[str, Any] = {
     "dagger_rounds": 1,
     "dagger_states": 40_000,
     "noise": 0.0,
+}
+
+# Distilled only as a start; then such a student goes on with its teacher's answers to the states of its own play.
+PONG_ROUNDED: dict[str, Any] = {
+    **ATARI_ROUNDED,
+    "norm": True,
+    "steps": 4000,
+    "polish": replace(
+        continued("sortrl/Pong84-v0"),
+        total_steps=200_000,
+        eval_every=65_536,
+        eval_episodes=20,
+        exploration_final_eps=0.01,
+        target_return=None,
+    ),
 }
 # Thirty starts, several times each: a Q-learner's own play, and tries with an accident now and then that may end better.
 ATARI_MEMORY: dict[str, Any] = {
@@ -198,7 +213,7 @@ TASKS: dict[str, Task] = {
             2 / 255,
             ATARI,
             ATARI_MEMORY,
-            ATARI_ROUNDED,
+            PONG_ROUNDED,
             PRINTED,
         ),
         Task(
@@ -259,6 +274,10 @@ class RobustifyConfig:
     """How large a student that remembers may be in half precision, as the zoo stores it."""
     rounding: RoundingConfig | None = None
     """Make a student that sees rounded pixels (:mod:`sortrl.rounding`), trained like this; ``distill`` then says nothing."""
+    polish: PQNConfig | None = None
+    """Let that student go on learning in the game itself, by Q-learning (:mod:`sortrl.polish`); it needs ``norm``."""
+    tutored: bool = True
+    """There it learns from the teacher's values in the states of its own play; or else from rewards, without the teacher."""
     harden: HardenConfig | None = None
     """First train the teacher on, by reinforcement learning, while it is attacked (:mod:`sortrl.teachers.hardening`); the student
     learns from the one that comes out. None: from the teacher as it is."""

@@ -226,6 +226,8 @@ def _check_early(config: RobustifyConfig, seed: int) -> None:
     """What would otherwise fail after hours of training."""
     if not isinstance(seed, int) or not 0 <= seed < TEST_SEED_OFFSET:
         raise SortRLError(f"robustify: seed is {seed!r}, expected a whole number in 0..{TEST_SEED_OFFSET - 1}.")
+    if config.polish is not None and not (config.rounding is not None and config.rounding.norm):
+        raise SortRLError("robustify: polish needs a student that learns values: the preset 'rounded' with norm=True.")
     for name in (config.attack, *config.suite):
         if name != LEARNED:
             attacks.by_name(name)

@@ -24,6 +24,7 @@ from sortrl.memory import require
 from sortrl.nets.rounded import UNUSED, RoundedConfig, RoundedPolicy
 from sortrl.normalizer import Normalizer
 from sortrl.records import Demonstrations
+from sortrl.teachers.pq import value_loss
 
 BYTES = 256  # values that a pixel can take
 
@@ -43,6 +44,9 @@ class RoundingConfig:
     """Channels, kernel and stride of the convolutions."""
     hidden: tuple[int, ...] = RoundedConfig.hidden
     """Widths between the linear layers behind them."""
+    norm: bool = False
+    """Layer norm behind every layer, and learn the teacher's action values beside its choices: what a student needs that goes on by
+    Q-learning (:mod:`sortrl.polish`)."""
     steps: int = 10_000
     """Optimiser steps."""
     batch: int = 128
@@ -115,6 +119,7 @@ def distill_rounded(
     optimizer = torch.optim.Adam(policy.head.parameters(), lr=config.learning_rate, fused=True)
     states = torch.from_numpy(np.ascontiguousarray(demonstrations.obs))
     labels = torch.from_numpy(demonstrations.actions.astype(np.int64))
+    values = torch.from_numpy(demonstrations.logits.astype(np.float32))
     identity = {"config": asdict(config), "seed": seed, "states": len(states), "labels": int(labels.sum())}
     checkpoint = Checkpoint(out_dir, identity)
     first, history = checkpoint.restore(policy, optimizer, generator)
@@ -125,7 +130,7 @@ def distill_rounded(
             group["lr"] = config.rate(step)
         index = torch.randint(len(states), (config.batch,), generator=generator)
         scores = policy.head((states[index][:, None] > whole).flatten(1, 2).float())
-        loss = functional.cross_entropy(scores, labels[index])
+        loss = value_loss(scores, values[index]) if config.norm else functional.cross_entropy(scores, labels[index])
         optimizer.zero_grad(set_to_none=True)
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
@@ -172,7 +177,9 @@ def _initial_policy(
     generator: torch.Generator,
 ) -> RoundedPolicy:
     shape = demonstrations.obs.shape[1:]
-    policy = RoundedPolicy(shape, demonstrations.n_actions, config.levels, config.conv, config.hidden, normalizer)
+    policy = RoundedPolicy(
+        shape, demonstrations.n_actions, config.levels, config.conv, config.hidden, normalizer, config.norm
+    )
     with torch.no_grad():
         used = torch.from_numpy(np.isfinite(raw))
         unit = normalizer(np.where(np.isfinite(raw), raw, 0.0))

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from sortrl import attacks, nets
 from sortrl.attacked import UnderAttack
@@ -29,6 +30,7 @@ from sortrl.envs import describe
 from sortrl.errors import SortRLError
 from sortrl.files import read_object, write_json
 from sortrl.nets import CertifiedPolicy
+from sortrl.polish import polished
 from sortrl.progress import Report, stage
 from sortrl.records import Demonstrations
 from sortrl.remember import best_episodes
@@ -37,6 +39,7 @@ from sortrl.search import SearchConfig, search
 from sortrl.straighten import straightened
 from sortrl.teachers import Teacher, decided_at_start, hardened, load_teacher, smoothed, steadied, train_teacher
 from sortrl.teachers.grading import LOG_FILE
+from sortrl.teachers.pq import Tutor
 
 VALIDATION_SHARE = 0.1
 CHOICE = ("candidates", "choose_eps", "choose_episodes")
@@ -67,6 +70,10 @@ class Stages:
             config = {name: value for name, value in config.items() if name not in ("eps_keep", "memory_bytes")}
         if config["rounding"] is None:  # likewise, of students that see rounded pixels
             del config["rounding"]
+        elif not config["rounding"]["norm"]:
+            del config["rounding"]["norm"]
+        if self.config.polish is None:
+            del config["polish"], config["tutored"]
         for name in ("harden", "steady"):  # likewise, of teachers that are changed first
             if config[name] is None:
                 del config[name]
@@ -132,6 +139,8 @@ class Stages:
         for index in range(1, self.config.dagger_rounds + 1):
             training = merge(training, self.dagger(index, training, held_out, teacher))
         final = self.chosen(training, held_out, teacher)
+        if self.config.polish is not None:
+            return self._finish(self.polished(final.policy, training, teacher), final.history, training, held_out)
         return self._finish(final.policy, final.history, training, held_out, final.held_out)
 
     def prepared(self, teacher: Teacher) -> Teacher:
@@ -223,6 +232,15 @@ class Stages:
             )
         write_json(self.directory / "choice.json", choice.to_json())
         return found[choice.best]
+
+    def polished(self, policy: CertifiedPolicy, training: Demonstrations, teacher: Teacher) -> CertifiedPolicy:
+        """The student after it has gone on learning in the game."""
+        assert self.config.polish is not None
+        folder = self.directory / "polished"
+        known = torch.from_numpy(training.obs), torch.from_numpy(training.logits.astype(np.float32))
+        tutor = Tutor(teacher, *known) if self.config.tutored else None
+        with self._stage("polish", "Learning on in the game") as progress:
+            return polished(policy, self.env_id, self.config.polish, folder, self.seed, progress, tutor)
 
     def remembered(self, data: Demonstrations, teacher: Teacher) -> CertifiedPolicy:
         """A student that is not trained: the best episodes in the data, and the nearest neighbour among their states."""

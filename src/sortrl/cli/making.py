@@ -97,6 +97,7 @@ def teach(
     algorithm: Literal["ppo", "dqn", "pqn"] | None = None,
     processes: int = 1,
     imitate: Path | None = None,
+    start: Path | None = None,
     seed: int = 0,
     json: Path | None = None,
 ) -> None:
@@ -109,15 +110,19 @@ def teach(
         processes: Among which the games of a PQN training are shared out; the result is the same.
         imitate: Go on from this trained teacher (an actor-critic), which learns to play the best of its own sampled tries; for
             tasks with few starts, such as the training levels of ProcGen.
+        start: Go on from this PQN teacher (its folder, a run's, or zoo:NAME) with next to no random actions.
         seed: Fixes the training.
         json: Write the result here.
     """
     from sortrl.evaluate import evaluate as play
     from sortrl.files import locked, write_json
     from sortrl.progress import stage
-    from sortrl.teachers import teacher_preset, train_teacher
+    from sortrl.teachers import continued, teacher_preset, train_teacher
 
-    config = teacher_preset(env, algorithm)
+    if start is not None and imitate is not None:
+        raise SortRLError("teach: --start and --imitate are two ways to go on; choose one.")
+    begun = None if start is None else _teacher_of(start)
+    config = teacher_preset(env, algorithm) if begun is None else continued(env)
     kind = config.algorithm if imitate is None else "imitation"
     directory = out or Path("runs") / "teachers" / f"{env.replace('/', '-')}-{kind}"
     with locked(directory):
@@ -125,11 +130,20 @@ def teach(
             teacher = _imitated(imitate, env, directory, seed)
         else:
             with stage(f"Training {config.algorithm.upper()} on {env}") as progress:
-                teacher = train_teacher(env, config, directory, seed, progress, processes)
+                teacher = train_teacher(env, config, directory, seed, progress, processes, begun)
     result = play(teacher, env, episodes=config.confirm_episodes, seed=seed + 1)
     print(f"{result.mean:.1f} ± {result.sem:.1f} over {config.confirm_episodes} greedy episodes\nteacher: {directory}")
     if json is not None:
         write_json(json, result.to_json())
+
+
+def _teacher_of(source: Path) -> Any:
+    """The teacher in a folder, or of a run or an entry of the zoo."""
+    from sortrl import zoo
+    from sortrl.teachers import Teacher
+
+    folder = zoo.locate(source)
+    return Teacher.load(folder / "teacher" if (folder / "teacher").is_dir() else folder)
 
 
 def _imitated(source: Path, env: str, directory: Path, seed: int) -> Any:

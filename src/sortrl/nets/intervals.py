@@ -1,4 +1,5 @@
-"""Ordinary layers, linear ones and convolutions, and bounds on what they can make of a box of inputs: interval propagation."""
+"""Ordinary layers, linear ones, convolutions and layer norm, and bounds on what they can make of a box of inputs: interval
+propagation."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ from torch.nn import functional
 
 from sortrl.errors import SortRLError
 from sortrl.nets.layers import patch_grid
+from sortrl.nets.norm import Norm
 
 # Bounds are computed in float64. What they may lose by rounding is at most this many units per term of a sum.
 _DOUBLE = 2.0**-50
@@ -20,13 +22,15 @@ Layer = nn.Linear | nn.Conv2d
 
 
 class IntervalHead(nn.Module):
-    """Convolutions, then linear layers, with ReLU between all of them; and bounds on what they can make of a box of features.
+    """Convolutions, then linear layers, with ReLU (and, if ``norm``, layer norm before it) between all of them; and bounds on what
+    they can make of a box of features.
 
     Args:
         features: how many, or channels, height and width where convolutions come first.
         hidden: widths between the linear layers.
         n_actions: scores.
         conv: (channels, kernel, stride) of each convolution.
+        norm: normalise what every layer but the last gives, as learning action values without a target network needs.
 
     >>> head = IntervalHead(4, (8,), 3)
     >>> features, action = torch.randn(5, 4), torch.tensor([0, 1, 2, 0, 1])
@@ -41,6 +45,7 @@ class IntervalHead(nn.Module):
         hidden: tuple[int, ...],
         n_actions: int,
         conv: tuple[tuple[int, int, int], ...] = (),
+        norm: bool = False,
     ) -> None:
         super().__init__()
         shape: tuple[int, ...] = (features,) if isinstance(features, int) else features
@@ -55,10 +60,13 @@ class IntervalHead(nn.Module):
             shape = (channels, *grid)
         layers += [nn.Linear(a, b) for a, b in pairwise((math.prod(shape), *hidden, n_actions))]
         self.layers = nn.ModuleList(layers)
+        self.norms = nn.ModuleList([Norm(len(layer.weight)) for layer in layers[:-1]] if norm else [])
 
     @property
     def lipschitz(self) -> float:
         """A bound on the l_inf constant: the product of the largest row sums. The certificate does not need it."""
+        if self.norms:
+            return math.inf  # a picture of next to no contrast is raised to one of ordinary contrast
         return math.prod(float(layer.weight.detach().abs().double().flatten(1).sum(1).max()) for layer in self._all())
 
     def _all(self) -> list[Layer]:
@@ -68,7 +76,9 @@ class IntervalHead(nn.Module):
         """Scores (batch, n_actions), in the precision of the features."""
         x = features
         for index, layer in enumerate(self._all()):
-            x = _apply(layer, x if index == 0 else functional.relu(x), *_parameters(layer, x.dtype))
+            x = _apply(layer, x, *_parameters(layer, x.dtype))
+            if index < len(self.layers) - 1:
+                x = functional.relu(self.norms[index](x) if self.norms else x)
         return x
 
     @torch.no_grad()
@@ -76,8 +86,11 @@ class IntervalHead(nn.Module):
         """What is certain (batch, n_actions) of the leads of ``action`` when the same features, of up to ``largest`` in absolute
         value and of this shape, are computed with again: sums may come out differently by their order.
 
-        ``scores`` are float64. Much cheaper than a box of no size: the error is bounded once for all features.
+        ``scores`` are float64. Much cheaper than a box of no size: the error is bounded once for all features. Not for layer
+        norm, which enlarges errors by what depends on the features.
         """
+        if self.norms:
+            raise ValueError("same_leads: bound a box of no size (leads_over) instead.")
         size = torch.full((1, *shape), largest, dtype=torch.float64)
         error = torch.zeros_like(size)
         for layer in self._all():
@@ -116,10 +129,13 @@ class IntervalHead(nn.Module):
 
     def _after(self, centre: Tensor, radius: Tensor, action: Tensor, careful: bool) -> Tensor:
         """From what the first layer gives, centre +- radius, to the leads."""
-        for layer in self._all()[1:-1]:
-            box = _centred(functional.relu(centre - radius), functional.relu(centre + radius), careful)
-            centre, radius = _interval(layer, *box, careful)
-        box = _centred(functional.relu(centre - radius), functional.relu(centre + radius), careful)
+        for index, layer in enumerate(self._all()[1:], 1):
+            lo, hi = centre - radius, centre + radius
+            if self.norms:
+                lo, hi = self.norms[index - 1].bounds(centre, radius, careful)  # type: ignore[operator]
+            box = _centred(functional.relu(lo), functional.relu(hi), careful)
+            if index < len(self.layers) - 1:
+                centre, radius = _interval(layer, *box, careful)
         return self._leads(box[0].flatten(1), box[1].flatten(1), action, careful)
 
     def _leads(self, centre: Tensor, radius: Tensor, action: Tensor, careful: bool) -> Tensor:
@@ -130,8 +146,10 @@ class IntervalHead(nn.Module):
         lowest = torch.einsum("bji,bi->bj", difference, centre) + offset
         lowest = lowest - torch.einsum("bji,bi->bj", difference.abs(), radius)
         if careful:
-            size = functional.linear(centre.abs() + radius, weight.abs(), bias.abs()).amax(1, keepdim=True)
-            lowest = lowest - (2 * (centre.shape[1] + 4) * _DOUBLE + _SINGLE) * size
+            size = functional.linear(centre.abs() + radius, weight.abs(), bias.abs())
+            handed = functional.linear(centre, weight, bias).abs() + functional.linear(radius, weight.abs())
+            lost = 2 * (centre.shape[1] + 4) * _DOUBLE * size + _SINGLE * handed
+            lowest = lowest - lost.amax(1, keepdim=True)
         return lowest.scatter(1, action[:, None], math.inf)
 
 
@@ -156,8 +174,11 @@ def _centred(lo: Tensor, hi: Tensor, careful: bool) -> tuple[Tensor, Tensor]:
 def _interval(layer: Layer, centre: Tensor, radius: Tensor, careful: bool) -> tuple[Tensor, Tensor]:
     """Centre and radius of what a layer makes of a box."""
     weight, bias = _parameters(layer, centre.dtype)
-    out, spread = _apply(layer, centre, weight, bias), _apply(layer, radius, weight.abs())
-    return out, spread + _lost(layer, centre, radius, weight, bias) if careful else spread
+    out = _apply(layer, centre, weight, bias)
+    if not careful:
+        return out, _apply(layer, radius, weight.abs())
+    lost = (weight[0].numel() + 4) * _DOUBLE  # of |W| (|c| + r) + |b|, as :func:`_lost` has it, in the same product
+    return out, _apply(layer, lost * centre.abs() + (1.0 + lost) * radius, weight.abs(), lost * bias.abs())
 
 
 def _lost(layer: Layer, centre: Tensor, radius: Tensor, weight: Tensor, bias: Tensor) -> Tensor:

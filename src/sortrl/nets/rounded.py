@@ -27,6 +27,7 @@ UNUSED = 1000.0  # a threshold above all that an image can show: its answer is a
 REACH = 1.0  # radii are not sought beyond this; pixels are between 0 and 1
 BISECTIONS = 8
 FIRST_STEP = 0.5 / 255
+ROWS_AT_ONCE = 64  # states whose boxes are computed with at a time
 SLACK = 1e-6  # boxes are rounded outwards to float32, and must not touch a threshold by that
 
 
@@ -79,8 +80,12 @@ class RoundedConfig:
     """Channels, kernel and stride of the convolutions."""
     hidden: tuple[int, ...] = (256,)
     """Widths between the linear layers behind them."""
+    norm: bool = False
+    """Layer norm behind every layer but the last."""
 
     def __post_init__(self) -> None:
+        if type(self.norm) is not bool:
+            raise SortRLError(f"RoundedPolicy: norm is {str(self.norm)[:40]!r}, expected true or false.")
         whole = (
             *self.obs_shape,
             self.n_actions,
@@ -119,9 +124,10 @@ class RoundedPolicy(CertifiedPolicy):
         conv: tuple[tuple[int, int, int], ...] = RoundedConfig.conv,
         hidden: tuple[int, ...] = RoundedConfig.hidden,
         normalizer: Normalizer | None = None,
+        norm: bool = False,
     ) -> None:
         super().__init__()
-        self.config = RoundedConfig(tuple(obs_shape), int(n_actions), levels, tuple(conv), tuple(hidden))
+        self.config = RoundedConfig(tuple(obs_shape), int(n_actions), levels, tuple(conv), tuple(hidden), norm)
         channels, height, width = self.config.obs_shape
         require("A policy's thresholds", 4 * levels * channels * height * width, "lower levels")
         self.normalizer = Normalizer.identity(self.obs_shape) if normalizer is None else normalizer
@@ -131,7 +137,7 @@ class RoundedPolicy(CertifiedPolicy):
             )
         self.rounding = Rounding(levels, self.obs_shape)
         self.head = IntervalHead(
-            (levels * channels, height, width), self.config.hidden, self.n_actions, self.config.conv
+            (levels * channels, height, width), self.config.hidden, self.n_actions, self.config.conv, norm
         )
 
     @property
@@ -158,7 +164,7 @@ class RoundedPolicy(CertifiedPolicy):
         exact: Tensor = self.head(answers.double())
         action, runner_up, _ = ranked(exact.float(), unit)
         chosen = torch.from_numpy(action)
-        certain = (self.head.same_leads(exact, chosen, 1.0, tuple(answers.shape[1:])) > 0).all(1)
+        certain = (self._same_leads(answers, exact, chosen) > 0).all(1)
         untouched = (self.rounding.distance(unit).clamp(max=REACH) - SLACK).clamp(min=0.0)
         radius = torch.where(certain, untouched, torch.zeros_like(untouched))
         # Behind the nearest threshold there often are hundreds more: it is worth a search only if a first step succeeds.
@@ -166,6 +172,13 @@ class RoundedPolicy(CertifiedPolicy):
         if bool(further.any()):
             radius[further] = self._searched(unit[further], untouched[further], chosen[further])
         return action, radius.numpy(), runner_up
+
+    def _same_leads(self, answers: Tensor, exact: Tensor, action: Tensor) -> Tensor:
+        """What is certain of the leads of the action when nothing changes but the order of sums."""
+        if self.config.norm:
+            rows = zip(torch.split(answers, ROWS_AT_ONCE), torch.split(action, ROWS_AT_ONCE), strict=True)
+            return torch.cat([self.head.leads_over(same.double(), same.double(), a, careful=True) for same, a in rows])
+        return self.head.same_leads(exact, action, 1.0, tuple(answers.shape[1:]))
 
     def _searched(self, unit: Tensor, untouched: Tensor, action: Tensor) -> Tensor:
         """The largest radius that intervals prove, by bisection in single precision; what is returned was proven in double."""

@@ -35,6 +35,8 @@ from sortrl.teachers.normalization import save_normalizer
 from sortrl.teachers.train import _is_finished, _read_state, make_model, restore
 from sortrl.verify import verify
 
+ROUNDED = ("rounded", "normed")  # policies that see rounded pixels, without and with layer norm
+
 
 @dataclass(frozen=True)
 class Loader:
@@ -63,7 +65,7 @@ def loaders(work: Path) -> list[Loader]:
         Loader("image policy", work / "image" / "policy.safetensors", tensors, _read_policy),
         Loader("policy of pixels", work / "pixels" / "policy.safetensors", tensors, _read_policy),
         Loader("hybrid policy", work / "hybrid" / "policy.safetensors", tensors, _read_policy),
-        Loader("rounded policy", work / "rounded" / "policy.safetensors", tensors, _read_policy),
+        *(Loader(f"{name} policy", work / name / "policy.safetensors", tensors, _read_policy) for name in ROUNDED),
         Loader("demonstrations", _copy(run / "data.safetensors", work), tensors, load_demonstrations),
         Loader("teacher", _copy(run / "teacher" / "teacher.safetensors", work), tensors, _read_teacher),
         Loader("adversary", work / "adversary.safetensors", tensors, lambda f: LearnedAdversary.load(f.parent)),
@@ -76,11 +78,14 @@ def loaders(work: Path) -> list[Loader]:
             lambda f: verify(f.parent / "intact", f),
             ("verify", "{folder}/intact", "--policy", "{file}"),
         ),
-        Loader(
-            "verified rounded policy",
-            work / "verify-rounded" / "policy.safetensors",
-            tensors,
-            lambda f: verify(f.parent / "intact", f),
+        *(
+            Loader(
+                f"verified {name} policy",
+                work / f"verify-{name}" / "policy.safetensors",
+                tensors,
+                lambda f: verify(f.parent / "intact", f),
+            )
+            for name in ROUNDED
         ),
         Loader("distillation checkpoint", *_checkpoint(run, work)),
         Loader("teacher's training state", *_training_state(work)),
@@ -115,6 +120,16 @@ def _copy(source: Path, folder: Path) -> Path:
     return Path(shutil.copy(source, target))
 
 
+def _rounded_files(work: Path, policy: RoundedPolicy, name: str) -> None:
+    """Its file to load, and another with certificates to verify."""
+    policy.requires_grad_(False).rounding.thresholds.fill_(0.5)
+    for folder in (name, f"verify-{name}", f"verify-{name}/unchanged"):
+        policy.save(work / folder)
+    images = policy.normalize(np.random.default_rng(0).integers(256, size=(5, *policy.obs_shape)))
+    intact = work / f"verify-{name}" / "unchanged"
+    save_certificates(work / f"verify-{name}" / "intact", policy, images, policy.certify_unit(images), intact)
+
+
 def _other_files(work: Path, run: Path) -> None:
     """What a run does not write by itself."""
     from stable_baselines3 import PPO
@@ -129,13 +144,8 @@ def _other_files(work: Path, run: Path) -> None:
     layers = {"bounded_conv": ((4, 2, 1),), "conv": ((4, 3, 2),), "depth": 2, "hidden": (5,)}
     hybrid = HybridPolicy(shape, 3, width=6, **layers, scale=0.5, normalizer=pixels)
     hybrid.save(work / "hybrid")
-    rounded = RoundedPolicy(shape, 3, levels=1, conv=((4, 3, 2),), hidden=(5,), normalizer=pixels).requires_grad_(False)
-    rounded.rounding.thresholds.fill_(0.5)
-    for folder in ("rounded", "verify-rounded", "verify-rounded/unchanged"):
-        rounded.save(work / folder)
-    images = rounded.normalize(np.random.default_rng(0).integers(256, size=(5, *shape)))
-    intact = work / "verify-rounded" / "unchanged"
-    save_certificates(work / "verify-rounded" / "intact", rounded, images, rounded.certify_unit(images), intact)
+    _rounded_files(work, RoundedPolicy(shape, 3, 1, ((4, 3, 2),), (5,), pixels), "rounded")
+    _rounded_files(work, RoundedPolicy(shape, 3, 1, ((4, 3, 2),), (5,), pixels, norm=True), "normed")
     policy = SortPolicy.load(run)
     states = policy.normalize(np.random.default_rng(0).normal(size=(5, 4)))
     certificate = policy.certify_unit(states)

@@ -80,6 +80,13 @@ SMOKE_STUDENTS: dict[str, dict[str, Any]] = {
     ROUNDED: {"steps": 5, "batch": 16, "dagger_rounds": 0, "collect": CollectConfig(states=5000)},
     MEMORY: {"collect": CollectConfig(states=140_000)},
 }
+SMOKE_TRAINING: dict[str, Any] = {
+    "total_steps": 2048,
+    "eval_every": 2048,
+    "eval_episodes": 1,
+    "confirm_episodes": 1,
+    "stagger": 0,
+}
 
 
 @dataclass(frozen=True)
@@ -153,7 +160,7 @@ def teacher_of(game: str, work: Path, scale: Scale, teachers: Path | None, progr
     preset = PQN_TEACHERS[env_id]
     if scale == "smoke":
         folder = work / scale / "teachers" / game
-        preset = replace(preset, total_steps=2048, eval_every=2048, eval_episodes=1, confirm_episodes=1, stagger=0)
+        preset = replace(preset, **SMOKE_TRAINING)
     progress(f"{game}: training a teacher, or reading the trained one")
 
     def tell(row: dict[str, Any]) -> None:
@@ -169,6 +176,8 @@ def student_of(game: str, agent: str, teacher: Teacher, work: Path, scale: Scale
     preset = OURS[agent]
     tiny = SMOKE_STUDENTS[agent] if scale == "smoke" else {}
     config = robustify_config(env_id_of(game), preset=preset, train_teacher=False, **tiny)
+    if scale == "smoke" and config.polish is not None:
+        config = replace(config, polish=replace(config.polish, **SMOKE_TRAINING))
     directory = work / "students" / (f"{game}-{scale}" + ("" if preset == "fast" else f"-{preset}"))
     with locked(directory):  # both tables may be under way
         run = Run(directory, env_id_of(game), config, 0, quiet=False)

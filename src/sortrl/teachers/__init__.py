@@ -3,7 +3,15 @@
 from __future__ import annotations
 
 from sortrl.teachers.architecture import Architecture
-from sortrl.teachers.config import DQN_TEACHERS, PQN_TEACHERS, TEACHERS, PQNConfig, TeacherConfig, teacher_preset
+from sortrl.teachers.config import (
+    DQN_TEACHERS,
+    PQN_TEACHERS,
+    TEACHERS,
+    PQNConfig,
+    TeacherConfig,
+    continued,
+    teacher_preset,
+)
 from sortrl.teachers.hardening import HardenConfig, hardened
 from sortrl.teachers.load import load_teacher
 from sortrl.teachers.normalization import load_normalizer, save_normalizer
@@ -25,6 +33,7 @@ __all__ = [
     "SteadyConfig",
     "Teacher",
     "TeacherConfig",
+    "continued",
     "decided_at_start",
     "hardened",
     "load_normalizer",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 from sortrl.errors import SortRLError
@@ -117,6 +117,8 @@ class PQNConfig(TeacherConfig):
     on up to this: exploring in one direction finds rewards that lie many steps away."""
     clip_reward: bool = False
     """Learn from the signs of rewards."""
+    reward_unit: float = 1.0
+    """Rewards that are not clipped are divided by this."""
     episodic_life: bool = False
     """Count a lost life as the end of the episode."""
     stagger: int = 0
@@ -130,8 +132,8 @@ class PQNConfig(TeacherConfig):
             )
         if not 0 <= self.q_lambda <= 1:
             raise SortRLError(f"PQNConfig: q_lambda is {self.q_lambda}, expected between 0 and 1.")
-        if self.longest_run < 1 or self.stagger < 0:
-            raise SortRLError("PQNConfig: longest_run must be at least 1, and stagger 0 or more.")
+        if self.longest_run < 1 or self.stagger < 0 or not 0 < self.reward_unit < float("inf"):
+            raise SortRLError("PQNConfig: longest_run must be at least 1, stagger 0 or more and reward_unit positive.")
 
 
 @dataclass(frozen=True)
@@ -273,3 +275,21 @@ def teacher_preset(env_id: str, algorithm: Algorithm | None = None) -> TeacherCo
     if algorithm == "dqn":
         return DQN_TEACHERS.get(env_id, TeacherConfig(algorithm="dqn", n_envs=1))
     return TEACHERS.get(env_id, TeacherConfig())
+
+
+def continued(env_id: str) -> PQNConfig:
+    """Settings to go on with from a trained agent of the task: next to no random actions, which a good agent pays for with its
+    lives, a step size that falls to zero, and grades of more episodes, because what is left to gain is less than chance.
+
+    >>> continued("sortrl/Pong84-v0").exploration_fraction
+    0.0
+    """
+    return replace(
+        PQN_TEACHERS.get(env_id, PQNConfig()),
+        total_steps=1_500_000,
+        eval_every=131_072,
+        exploration_fraction=0.0,
+        exploration_final_eps=0.001,
+        longest_run=1,
+        eval_episodes=30,
+    )

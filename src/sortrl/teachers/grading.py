@@ -11,23 +11,23 @@ import numpy as np
 import torch
 
 from sortrl.envs import greedy_returns
+from sortrl.envs.slots import Predicts
 from sortrl.teachers.config import TeacherConfig
-from sortrl.teachers.teacher import Teacher
 
 Progress = Callable[[dict[str, Any]], None]
 LOG_FILE = "training.json"  # how a teacher did in the course of its training
 
 
-def grade(teacher: Teacher, env_id: str, config: TeacherConfig, seed: int, segment: int) -> tuple[float, bool]:
+def grade(agent: Predicts, env_id: str, config: TeacherConfig, seed: int, segment: int) -> tuple[float, bool]:
     """Mean greedy return, and whether it reached the target on ``confirm_episodes`` fresh episodes too."""
     seeds = (
         np.random.SeedSequence([seed, 3, segment]).generate_state(config.eval_episodes + config.confirm_episodes) >> 1
     )
     first, fresh = np.split(seeds, [config.eval_episodes])
-    score = float(greedy_returns(teacher, env_id, first.tolist()).mean())
+    score = float(greedy_returns(agent, env_id, first.tolist()).mean())
     if config.target_return is None or score < config.target_return:
         return score, False
-    confirmation = float(greedy_returns(teacher, env_id, fresh.tolist()).mean())
+    confirmation = float(greedy_returns(agent, env_id, fresh.tolist()).mean())
     return confirmation, confirmation >= config.target_return
 
 

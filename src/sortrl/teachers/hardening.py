@@ -25,7 +25,7 @@ from sortrl.errors import SortRLError
 from sortrl.teachers.grading import Progress, one_thread
 from sortrl.teachers.load import check_fit
 from sortrl.teachers.proximal import Rollout, improve, size_of_returns
-from sortrl.teachers.teacher import Teacher
+from sortrl.teachers.teacher import Teacher, fingerprint
 
 CHECKED = 4  # states of the training that are compared with the teacher on fresh episodes at the end
 CRITIC = 128  # width of its two hidden layers
@@ -198,7 +198,7 @@ def hardened(
     """
     architecture, info = _known(teacher), describe(env_id)
     check_fit(teacher, info)
-    identity = {"env": env_id, "config": asdict(config), "teacher": teacher.fingerprint}
+    identity = {"env": env_id, "config": asdict(config), "teacher": fingerprint(teacher)}
     with one_thread(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
         actor = architecture.build_with(_copy(teacher.body), teacher.name).requires_grad_(True)

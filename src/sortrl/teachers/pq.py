@@ -9,24 +9,25 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from sortrl.checkpoint import Checkpoint
 from sortrl.envs import EnvInfo, Fleet, ParallelFleet
+from sortrl.envs.slots import Predicts
 from sortrl.errors import SortRLError
 from sortrl.files import write_json
 from sortrl.normalizer import Normalizer
 from sortrl.teachers.architecture import Architecture
 from sortrl.teachers.config import PQNConfig
 from sortrl.teachers.grading import LOG_FILE, Progress, generators_restored, grade, one_thread
-from sortrl.teachers.teacher import Teacher
+from sortrl.teachers.teacher import Teacher, fingerprint
 
 MAX_GRAD_NORM = 10.0
 RECENT = 100  # training episodes whose mean return is reported
@@ -40,6 +41,7 @@ def train_pqn(
     seed: int,
     progress: Progress | None,
     processes: int = 1,
+    start: Teacher | None = None,
 ) -> Teacher:
     """Train as :func:`sortrl.teachers.train_teacher` promises; ``progress`` is called after every update.
 
@@ -50,20 +52,84 @@ def train_pqn(
         raise SortRLError(
             f"pqn learns from images, but {info.env_id} shows {info.obs_shape} {info.obs_dtype}. Use ppo."
         )
-    out = None if out_dir is None else Path(out_dir)
-    identity = {"env_id": info.env_id, "seed": int(seed), "config": asdict(config)}
     architecture = Architecture(
         info.obs_shape, info.n_actions, config.hidden, "ReLU", "norm_cnn", channels=config.channels
     )
-    with one_thread(), generators_restored():
+    identity = {"env_id": info.env_id, "seed": int(seed), "config": asdict(config)}
+    with generators_restored():
         torch.manual_seed(seed)
         body = architecture.build()
-        body.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # learns a third faster on CPUs
+    if start is not None:
+        _check_start(start, architecture)
+        body.load_state_dict(start.body.state_dict())
+        identity["start"] = fingerprint(start)
+    body.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # learns a third faster on CPUs
+    out = None if out_dir is None else Path(out_dir)
+    return q_learn(
+        body,
+        lambda: _frozen(body, architecture, info),
+        Teacher.load,
+        info,
+        config,
+        out,
+        identity,
+        progress,
+        processes,
+        trained=start is not None,
+    )
+
+
+@dataclass(frozen=True)
+class Tutor:
+    """A teacher whose values are learned in the states of the learner's own play; and states that it answered before, half of
+    every batch, without which what is not met just now would be forgotten."""
+
+    teacher: Teacher
+    obs: Tensor
+    """(n, *obs_shape), raw."""
+    values: Tensor
+    """(n, n_actions)."""
+
+    @torch.no_grad()
+    def values_of(self, obs: Tensor) -> Tensor:
+        return torch.cat([self.teacher.scores(self.teacher.normalize(part)) for part in torch.split(obs, 512)])
+
+
+class Learner(Predicts, Protocol):
+    """An agent that can be kept in a folder."""
+
+    def save(self, path: Path, /) -> None: ...
+
+
+Agent = TypeVar("Agent", bound=Learner)
+
+
+def q_learn(
+    body: nn.Module,
+    frozen: Callable[[], Agent],
+    load: Callable[[Path], Agent],
+    info: EnvInfo,
+    config: PQNConfig,
+    out: Path | None,
+    identity: dict[str, Any],
+    progress: Progress | None,
+    processes: int = 1,
+    trained: bool = False,
+    tutor: Tutor | None = None,
+) -> Agent:
+    """Let ``body`` (unit-space images to action values) learn, and return the best agent seen: ``frozen`` makes one of the present
+    weights, ``load`` reads back what it saved in ``out``. ``identity``, which has the seed, is what a resumed training must share.
+    What is ``trained`` already is graded before it learns, so that nothing worse is returned.
+    With a ``tutor`` it does not learn from rewards.
+    """
+    seed = identity["seed"]
+    with one_thread(), generators_restored():
+        torch.manual_seed(seed)
         optimizer = torch.optim.RAdam(body.parameters(), lr=config.learning_rate)
         generator = torch.Generator().manual_seed(seed)
         checkpoint = Checkpoint(out, identity)
         step, history = checkpoint.restore(body, optimizer, generator)
-        best = Teacher.load(out) if out is not None and history else _frozen(body, architecture, info)
+        best = load(out) if out is not None and history else frozen()
         if history and history[-1]["done"]:
             return best
         run = _Run(info, config, seed, checkpoint.extra, processes)
@@ -71,15 +137,17 @@ def train_pqn(
         saved = started
         with closing(run.fleet):
             while not (history and history[-1]["done"]):
-                learn(body, optimizer, run.play(body, generator, step), config, generator, step)
-                before, step = step, step + config.n_envs * config.n_steps
-                due = step // config.eval_every > before // config.eval_every or step >= config.total_steps
+                due = trained and not history  # the start may be the best there is
+                if not due:
+                    learn(body, optimizer, run.play(body, generator, step), config, generator, step, tutor)
+                    before, step = step, step + config.n_envs * config.n_steps
+                    due = step // config.eval_every > before // config.eval_every or step >= config.total_steps
                 if due:
-                    teacher = _frozen(body, architecture, info)
-                    score, confirmed = grade(teacher, info.env_id, config, seed, len(history))
+                    agent = frozen()
+                    score, confirmed = grade(agent, info.env_id, config, seed, len(history))
                     # A confirmed agent wins over a lucky one: its return was measured on more episodes.
                     if confirmed or score > max((row["return"] for row in history), default=-math.inf):
-                        best = teacher
+                        best = agent
                         if out is not None:
                             best.save(out)
                     row = {"step": step, "return": score, "training_return": run.mean_return, "hours": run.hours()}
@@ -90,7 +158,7 @@ def train_pqn(
                     checkpoint.save(body, optimizer, generator, step, history, run.state())
                     saved = time.monotonic()
                 if progress is not None:
-                    rate = (step - first) / (time.monotonic() - started)
+                    rate = max(1, step - first) / (time.monotonic() - started)
                     row = {"step": step, "total": config.total_steps, "training_return": run.mean_return}
                     row |= {"steps_per_s": rate, "hours_left": (config.total_steps - step) / rate / 3600}
                     progress(row | ({"return": history[-1]["return"]} if history else {}))
@@ -134,7 +202,8 @@ class _Run:
     def play(self, body: nn.Module, generator: torch.Generator, step: int) -> Rollout:
         """``n_steps`` of every game, with fewer and fewer random actions as the training goes on."""
         config, n_actions = self.config, self.fleet.info.n_actions
-        decayed = min(1.0, step / (max(config.exploration_fraction, 1e-9) * config.total_steps))
+        falling = config.exploration_fraction * config.total_steps
+        decayed = min(1.0, step / falling) if falling else 1.0
         eps = 1.0 + (config.exploration_final_eps - 1.0) * decayed
         steps, best = [], []
         for _ in range(config.n_steps):
@@ -203,21 +272,43 @@ def learn(
     config: PQNConfig,
     generator: torch.Generator,
     step: int,
+    tutor: Tutor | None = None,
 ) -> None:
-    """A few passes over the rollout in random batches: squared error against its lambda-returns."""
+    """A few passes over the rollout in random batches: squared error against its lambda-returns, or the tutor's values."""
     if config.linear_decay:
         for group in optimizer.param_groups:
             group["lr"] = config.learning_rate * (1.0 - step / config.total_steps)
-    seen = rollout._replace(rewards=rollout.rewards.sign()) if config.clip_reward else rollout
-    targets = lambda_returns(seen, config.gamma, config.q_lambda).flatten()
+    rewards = rollout.rewards.sign() if config.clip_reward else rollout.rewards / config.reward_unit
+    targets = lambda_returns(rollout._replace(rewards=rewards), config.gamma, config.q_lambda).flatten()
     obs, actions = rollout.obs.flatten(0, 1), rollout.actions.flatten()
+    taught = None if tutor is None else tutor.values_of(obs)
     for batch in _batches(len(targets), config, generator):
-        values = body(_unit(obs[batch])).gather(1, actions[batch, None]).squeeze(1)
-        loss = 0.5 * nn.functional.mse_loss(values, targets[batch])
+        values = body(_unit(obs[batch]))
+        if taught is None:
+            played = values.gather(1, actions[batch, None]).squeeze(1)
+            loss = 0.5 * nn.functional.mse_loss(played, targets[batch])
+        else:
+            assert tutor is not None
+            index = torch.randint(len(tutor.obs), (len(batch),), generator=generator)
+            earlier = value_loss(body(_unit(tutor.obs[index])), tutor.values[index])
+            loss = (value_loss(values, taught[batch]) + earlier) / 2
         optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         nn.utils.clip_grad_norm_(body.parameters(), MAX_GRAD_NORM)
         optimizer.step()
+
+
+def value_loss(values: Tensor, taught: Tensor) -> Tensor:
+    """Of a student that learns action values: squared error, and cross-entropy of its choices, both in units of what usually lies
+    between the values of two actions. Errors that are small beside the values would otherwise decide how it plays.
+
+    >>> taught = torch.tensor([[3.0, 3.5], [1.0, 0.5]])
+    >>> bool(value_loss(taught.flip(1), taught) > value_loss(taught, taught) + 1)
+    True
+    """
+    unit = (taught - taught.mean(1, keepdim=True)).square().mean().sqrt().clamp(min=1e-6)
+    error = nn.functional.mse_loss(values / unit, taught / unit)
+    return 0.5 * error + nn.functional.cross_entropy(4 * values / unit, taught.argmax(1))
 
 
 def _batches(n: int, config: PQNConfig, generator: torch.Generator) -> Iterator[Tensor]:
@@ -227,6 +318,14 @@ def _batches(n: int, config: PQNConfig, generator: torch.Generator) -> Iterator[
 
 def _unit(obs: Tensor) -> Tensor:
     return obs.float().div_(255.0)
+
+
+def _check_start(start: Teacher, architecture: Architecture) -> None:
+    if start.algorithm != "pqn" or start.architecture != architecture:
+        raise SortRLError(
+            f"Training cannot go on from {start.name} ({start.algorithm}, {start.architecture}): expected a teacher trained by pqn "
+            f"with the same network ({architecture}). Start from another, or from nothing."
+        )
 
 
 def _frozen(body: nn.Module, architecture: Architecture, info: EnvInfo) -> Teacher:

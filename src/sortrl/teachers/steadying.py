@@ -24,7 +24,7 @@ from sortrl.files import read_tensors, write_tensors
 from sortrl.teachers.evolution import STATE, Evolution
 from sortrl.teachers.grading import one_thread
 from sortrl.teachers.load import check_fit
-from sortrl.teachers.teacher import Teacher
+from sortrl.teachers.teacher import Teacher, fingerprint
 
 FORMAT = "sortrl-steadying-1"
 FILE_NAME = "steadying.safetensors"
@@ -216,7 +216,7 @@ def steadied(
     'teacher, steadied at 0.05'
     """
     search = Evolution(Variants.size(teacher, config.last_layer), config.population, config.seed)
-    identity = {"env": env_id, "config": asdict(config), "teacher": teacher.fingerprint}
+    identity = {"env": env_id, "config": asdict(config), "teacher": fingerprint(teacher)}
     path = None if out_dir is None else Path(out_dir) / FILE_NAME
     kept = _restored(search, path, identity)
     quarters = {round(config.generations * part / CHECKED) for part in range(1, CHECKED + 1)}

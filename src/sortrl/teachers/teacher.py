@@ -79,12 +79,6 @@ class Teacher(nn.Module):
         return self.scores(unit) if self.algorithm in Q_ALGORITHMS else None
 
     @property
-    def fingerprint(self) -> str:
-        """What tells two teachers apart: a hash of their weights and statistics."""
-        parts = [tensor.double().numpy().tobytes() for tensor in self.state_dict().values()]
-        return hashlib.sha256(b"".join(parts)).hexdigest()[:16]
-
-    @property
     def is_stochastic(self) -> bool:
         """Whether the scores are logits of a policy one may sample from, as an actor-critic's are."""
         return self.algorithm in ACTOR_CRITICS
@@ -154,6 +148,12 @@ class Teacher(nn.Module):
             str(metadata.get("algorithm")),
             architecture,
         )
+
+
+def fingerprint(network: nn.Module) -> str:
+    """Tells one set of weights from another."""
+    parts = [tensor.double().contiguous().numpy().tobytes() for tensor in network.state_dict().values()]
+    return hashlib.sha256(b"".join(parts)).hexdigest()[:16]
 
 
 class CallableBody(nn.Module):

@@ -24,7 +24,7 @@ from sortrl.envs.procgen import ProcgenEnv
 from sortrl.errors import SortRLError
 from sortrl.files import read_object, read_tensors, write_json, write_tensors
 from sortrl.memory import require
-from sortrl.teachers.config import ImagePPOConfig, PQNConfig, TeacherConfig, teacher_preset
+from sortrl.teachers.config import ImagePPOConfig, PQNConfig, TeacherConfig, continued, teacher_preset
 from sortrl.teachers.grading import LOG_FILE, Progress, generators_restored, grade, one_thread
 from sortrl.teachers.load import load_teacher
 from sortrl.teachers.pq import train_pqn
@@ -43,20 +43,24 @@ def train_teacher(
     seed: int = 0,
     progress: Progress | None = None,
     processes: int = 1,
+    start: Teacher | None = None,
 ) -> Teacher:
     """Train until the target return is reached and confirmed, or the steps are used up; return the best agent seen.
 
     With ``out_dir`` the best teacher so far and the state of the training are kept there, and the same call continues
     from them (a finished training is just loaded). The result depends on the configuration and the seed alone.
     ``progress`` is called after each evaluation with ``step``, ``total`` and ``return`` (greedy, mean). The games of a PQN
-    training can be shared out among ``processes``.
+    training can be shared out among ``processes``, and it can go on from an earlier agent (``start``; then without a
+    configuration, with :func:`sortrl.teachers.config.continued` settings).
     """
     if seed < 0:
         raise SortRLError(f"train_teacher: seed is {seed}, expected 0 or more.")
     info = describe(env_id)
-    config = config or teacher_preset(info.env_id)
+    config = config or (teacher_preset(info.env_id) if start is None else continued(info.env_id))
     if isinstance(config, PQNConfig):
-        return train_pqn(info, config, out_dir, seed, progress, processes)
+        return train_pqn(info, config, out_dir, seed, progress, processes, start)
+    if start is not None:
+        raise SortRLError(f"train_teacher: only pqn can go on from an earlier agent, not {config.algorithm}.")
     settings = {name: list(v) if isinstance(v, tuple) else v for name, v in asdict(config).items()}  # as JSON has them
     identity = {"env_id": info.env_id, "seed": int(seed), "config": settings}
     record: dict[str, Any] = {"identity": identity, "segment": 0, "history": [], "best": None, "done": False}
