@@ -50,6 +50,7 @@ ORDER = [
     "report",
     "certificate_study",
     "certification",
+    "tasks",
     "config",
     "stages",
     "pipeline",

@@ -9,7 +9,7 @@ import torch
 
 from sortrl import cli
 from sortrl.collect import CollectConfig
-from sortrl.config import TASKS, robustify_config
+from sortrl.config import robustify_config
 from sortrl.envs import describe
 from sortrl.envs.info import make_env
 from sortrl.errors import SortRLError
@@ -19,6 +19,7 @@ from sortrl.nets import HybridPolicy
 from sortrl.normalizer import Normalizer
 from sortrl.reproduce import atari, atari_figures, quoted
 from sortrl.reproduce.atari import AGENTS, GAMES, MEMORY, QUANTIZED, ROUNDED, STICKY, STRONGER, STUDENT, TEACHER, Cell
+from sortrl.tasks import TASKS
 from sortrl.teachers import Architecture, Teacher
 
 SHAPE = (1, 84, 84)

@@ -16,10 +16,11 @@ import pytest
 import sortrl
 from helpers import balancer, restless
 from sortrl.collect import CollectConfig
-from sortrl.config import TASKS, robustify_config
+from sortrl.config import robustify_config
 from sortrl.errors import SortRLError
 from sortrl.pipeline import Run
 from sortrl.stages import TEST_SEED_OFFSET
+from sortrl.tasks import TASKS
 from sortrl.teachers import HardenConfig, SteadyConfig, TeacherConfig
 
 SMALL = {

@@ -17,6 +17,11 @@ from sortrl.teachers.evolution import Evolution
 CARTPOLE = "CartPole-v1"
 
 
+def drawn(n: int) -> torch.Tensor:
+    """The same states whichever tests ran before."""
+    return torch.randn(n, 4, generator=torch.Generator().manual_seed(0))
+
+
 def deep() -> Teacher:
     torch.manual_seed(0)
     architecture = Architecture(obs_shape=(4,), n_actions=3, hidden=(8, 8), activation="Tanh")
@@ -27,7 +32,7 @@ def deep() -> Teacher:
 def test_a_variant_as_a_teacher_of_its_own_decides_as_it_did_in_the_batch(make):
     teacher = make()
     points = np.random.default_rng(0).standard_normal((5, steadying.Variants.size(teacher, last_layer=True)))
-    variants, unit = steadying.Variants(teacher, points), torch.randn(50, 4)
+    variants, unit = steadying.Variants(teacher, points), drawn(50)
     for number in range(5):
         own = variants.teacher(number, teacher)
         expected = variants.scores(unit, torch.full((50,), number))
@@ -37,14 +42,14 @@ def test_a_variant_as_a_teacher_of_its_own_decides_as_it_did_in_the_batch(make):
 
 @pytest.mark.parametrize("last_layer", [False, True])
 def test_the_zero_point_is_the_teacher(last_layer):
-    teacher, unit = deep(), torch.randn(50, 4)
+    teacher, unit = deep(), drawn(50)
     variants = steadying.Variants(teacher, np.zeros((1, steadying.Variants.size(teacher, last_layer))))
     torch.testing.assert_close(variants.scores(unit, torch.zeros(50, dtype=torch.long)), teacher.scores(unit))
 
 
 def test_a_step_against_the_lead_finds_the_surface_of_a_linear_rule():
     """For one, the step is the strongest that there is: decisions change exactly where the margin is less than eps |w|_1."""
-    teacher, unit, eps = restless(), torch.randn(2000, 4), 0.1
+    teacher, unit, eps = restless(), drawn(2000), 0.1
     variants = steadying.Variants(teacher, np.zeros((1, 10)))
     actions, pushed = variants.decide(unit, torch.zeros(2000, dtype=torch.long), torch.full((2000,), eps))
     scores = teacher.scores(unit)

@@ -1,8 +1,8 @@
-"""Reinforcement for a student that sees rounded pixels: it goes on learning where distillation ends, in the game itself.
+"""A student that sees rounded pixels goes on learning where distillation ends, in the game itself.
 
 What is certified of such a student is that no threshold's answer changes, whatever network stands behind the thresholds. So that
-network may learn to play as well as it can with what it sees, by the same Q-learning that its teacher learned by, and nothing
-is lost of the certificate. Thresholds stay as they are.
+network may learn to play as well as it can with what it sees, and nothing is lost of the certificate: from its teacher's values in the
+states of its own play or, without a tutor, from rewards, by the Q-learning that its teacher came from. Thresholds stay as they are.
 """
 
 from __future__ import annotations

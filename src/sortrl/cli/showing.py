@@ -101,7 +101,7 @@ def export(run: Annotated[Path, tyro.conf.Positional], onnx: Path) -> None:
 
 def tasks() -> None:
     """List the tasks with settings of their own. Any other Gymnasium id with discrete actions works too."""
-    from sortrl.config import TASKS
+    from sortrl.tasks import TASKS
 
     width = max(map(len, TASKS))
     for task in TASKS.values():
