@@ -68,5 +68,8 @@ def draw(results: dict[str, Any], path: Path) -> None:
                 axis.set_xlabel("ε (the agent's input units)", fontsize=8)
             if column == 0:
                 axis.set_ylabel("return under attack (line: PGD-10)", fontsize=8)
-    axes[0][0].legend(fontsize=7, frameon=False)
+    # Below the panels, where it covers no curve; each label once, whichever panels have it.
+    shown = {label: line for axis in axes.flat for line, label in zip(*axis.get_legend_handles_labels(), strict=True)}
+    columns = max(1, len(shown))
+    figure.legend(shown.values(), shown.keys(), loc="outside lower center", ncols=columns, fontsize=8, frameon=False)
     save(figure, path)
