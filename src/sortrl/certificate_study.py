@@ -23,7 +23,7 @@ from torch import Tensor
 from sortrl import attacks, provenance
 from sortrl.attacks import Attack
 from sortrl.certify import ACR_VARIANTS, acr, interval_radius, ladder
-from sortrl.envs import EnvInfo, EnvSlots, describe
+from sortrl.envs import EnvInfo, EnvSlots, Episode, describe, play_episodes
 from sortrl.errors import SortRLError
 from sortrl.evaluate import episode_seeds, valid_range
 from sortrl.files import atomic_path, write_json
@@ -173,16 +173,17 @@ def clipping(
 
 def clean_episodes(policy: CertifiedPolicy, env_id: str, episodes: int, seed: int) -> list[Tensor]:
     """The unit-space states (steps, *obs_shape) of greedy episodes without an attack."""
-    found = []
-    with EnvSlots(env_id, 1) as envs:
-        for episode_seed in episode_seeds(seed, episodes):
-            obs, done, states = envs.reset(0, episode_seed), False, []
-            while not done:
-                unit = policy.normalize(obs[None])
-                states.append(unit)
-                obs, _, done = envs.step(0, int(policy.scores(unit).argmax()))
-            found.append(torch.cat(states))
-    return found
+    found: list[list[Tensor]] = [[] for _ in range(episodes)]
+
+    def act(playing: list[Episode]) -> list[int]:
+        (episode,) = playing
+        unit = policy.normalize(episode.obs[None])
+        found[episode.number].append(unit)
+        return [int(policy.scores(unit).argmax())]
+
+    with EnvSlots(env_id, 1) as envs:  # one at a time: scores depend on the batch in their last bits
+        play_episodes(envs, episode_seeds(seed, episodes), act, Episode)
+    return [torch.cat(states) for states in found]
 
 
 def smallest_attack(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import count, pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -18,7 +18,7 @@ from sortrl.attacks import APGD, PGD, Attack, Ensemble, Square, Targeted, Unifor
 from sortrl.attacks.base import Counter
 from sortrl.attacks.suites import is_black_box
 from sortrl.attacks.valid import valid_range
-from sortrl.envs import EnvSlots, describe
+from sortrl.envs import EnvSlots, Episode, describe, play_episodes
 from sortrl.errors import SortRLError
 from sortrl.nets import CertifiedPolicy
 from sortrl.records import Policy
@@ -76,18 +76,18 @@ def check_attacks(
 def visited_states(policy: Policy, env_id: str, states: int = 500, seed: int = 0, slots: int = 16) -> Tensor:
     """Unit-space states of greedy episodes, played side by side."""
     seen: list[npt.NDArray[np.generic]] = []
+
+    def act(episodes: list[Episode]) -> npt.NDArray[np.int64] | None:
+        if len(seen) >= states:
+            return None
+        now = [episode.obs for episode in episodes]
+        seen.extend(now)
+        with torch.no_grad():
+            actions: npt.NDArray[np.int64] = policy.scores(policy.normalize(np.stack(now))).argmax(1).numpy()
+        return actions
+
     with EnvSlots(env_id, slots) as envs:
-        now = [envs.reset(slot, seed * 1_000_000 + slot) for slot in range(slots)]
-        episode = slots
-        while len(seen) < states:
-            seen += now
-            with torch.no_grad():
-                actions = policy.scores(policy.normalize(np.stack(now))).argmax(1).tolist()
-            for slot, action in enumerate(actions):
-                now[slot], _, done = envs.step(slot, action)
-                if done:
-                    now[slot] = envs.reset(slot, seed * 1_000_000 + episode)
-                    episode += 1
+        play_episodes(envs, count(seed * 1_000_000), act, Episode)
     return policy.normalize(np.stack(seen[:states]))
 
 

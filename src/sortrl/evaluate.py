@@ -6,7 +6,7 @@ import hashlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from sortrl.attacks import Aimed, Attack
 from sortrl.attacks.valid import valid_range
-from sortrl.envs import EnvSlots
+from sortrl.envs import EnvSlots, Episode, play_episodes
 from sortrl.errors import SortRLError
 from sortrl.nets import CertifiedPolicy
 from sortrl.records import EvalResult, Policy
@@ -41,30 +41,23 @@ class _Answer:
     """Whether the same observation would be answered in the same way again: nothing was drawn at random."""
 
 
-@dataclass
-class _Episode:
-    """One episode under way."""
+class _Episode(Episode):
+    """One episode under way at one eps."""
 
-    seed: int
-    eps: float
-    obs: npt.NDArray[Any]
-    answer: _Answer | None = None
-    """To ``obs``, once it is known."""
-    known: dict[bytes, _Answer] = field(default_factory=dict)
-    """Answers of this episode that would be given again."""
-    total: float = 0.0
-    radii: list[float] = field(default_factory=list)
-    actions: list[int] = field(default_factory=list)
-    changed: int = 0
-    attacked: int = 0
-    queries: float = 0.0
-    gradients: float = 0.0
+    def __init__(self, number: int, seed: int, obs: npt.NDArray[Any], eps: float) -> None:
+        super().__init__(number, seed, obs)
+        self.eps = eps
+        self.answer: _Answer | None = None  # to ``obs``, once it is known
+        self.known: dict[bytes, _Answer] = {}  # answers of this episode that would be given again
+        self.radii: list[float] = []
+        self.actions: list[int] = []
+        self.changed = self.attacked = 0
+        self.queries = self.gradients = 0.0
 
-    def __post_init__(self) -> None:
-        self.obs = self.obs.copy()  # the environment may write into its own
-
-    def play(self, answer: _Answer) -> None:
-        """Note what is about to be done."""
+    def decide(self) -> int:
+        """The action of the answer, which is noted."""
+        answer = self.answer
+        assert answer is not None
         if answer.repeats:
             self.known[_key(self.obs)] = answer
         self.actions.append(answer.action)
@@ -72,11 +65,13 @@ class _Episode:
         self.changed += answer.changed
         if answer.radius is not None:
             self.radii.append(answer.radius)
+        return answer.action
 
-    def see(self, obs: npt.NDArray[Any]) -> None:
+    def see(self, obs: npt.NDArray[Any], reward: float) -> None:
         """The next observation. A game that stands still or goes round in circles asks the same questions again, and gets
         the same answers."""
-        self.obs, self.answer = obs.copy(), self.known.get(_key(obs))
+        super().see(obs, reward)
+        self.answer = self.known.get(_key(obs))
 
 
 def _key(obs: npt.NDArray[Any]) -> bytes:
@@ -159,38 +154,35 @@ def evaluate_curve(
             "input units, or several that differ."
         )
     seeds = episode_seeds(seed, episodes)
-    waiting = [(eps, one) for eps in eps_grid for one in seeds][::-1]
-    slots = min(slots, len(waiting))
+    total = len(seeds) * len(eps_grid)
+    slots = min(slots, total)
     choose = None if when is None else when.begin(policy, env)
     player = _Player(policy, attack, skip_certified, choose, seed)
-    finished: dict[tuple[float, int], _Episode] = {}
+    finished = 0
+
+    def act(episodes: list[_Episode]) -> list[int]:
+        player.answer([episode for episode in episodes if episode.answer is None])
+        return [episode.decide() for episode in episodes]
+
+    def ended(_: _Episode) -> None:
+        nonlocal finished
+        finished += 1
+        if progress is not None:
+            progress({"episodes": finished, "total": total})
+
     started = time.monotonic()
     with EnvSlots(env, slots) as envs, _threads_for(policy, slots):
         player.low, player.high = valid_range(policy, envs.info)
-
-        def begin(slot: int) -> _Episode:
-            eps, following = waiting.pop()
-            return _Episode(following, eps, envs.reset(slot, following))
-
-        playing = {slot: begin(slot) for slot in range(slots)}
-        while playing:
-            player.answer([episode for episode in playing.values() if episode.answer is None])
-            answers = [episode.answer for episode in playing.values() if episode.answer is not None]
-            envs.begin(playing, np.array([answer.action for answer in answers]))
-            for (slot, episode), answer in zip(list(playing.items()), answers, strict=True):
-                episode.play(answer)
-                obs, reward, done = envs.step(slot, answer.action)
-                episode.see(obs)
-                episode.total += reward
-                if done:
-                    finished[episode.eps, episode.seed] = playing.pop(slot)
-                    if waiting:
-                        playing[slot] = begin(slot)
-                    if progress is not None:
-                        progress({"episodes": len(finished), "total": episodes * len(eps_grid)})
+        played = play_episodes(
+            envs,
+            [one for _ in eps_grid for one in seeds],
+            act,
+            lambda number, one, obs: _Episode(number, one, obs, eps_grid[number // len(seeds)]),
+            ended,
+        )
     seconds = time.monotonic() - started
-    steps = sum(len(episode.actions) for episode in finished.values())
-    points = [[finished[eps, one] for one in seeds] for eps in eps_grid]
+    steps = sum(episode.steps for episode in played)
+    points = [played[start : start + len(seeds)] for start in range(0, total, len(seeds))]
     label = str(name or getattr(policy, "name", type(policy).__name__))
     return [_result(policy, env, attack, when, label, point, seconds / steps) for point in points]
 
@@ -206,7 +198,7 @@ def _result(
 ) -> EvalResult:
     """The record of one point; where eps is 0, nothing was attacked."""
     attack = attack if episodes[0].eps > 0 else None
-    lengths = np.array([len(episode.actions) for episode in episodes])
+    lengths = np.array([episode.steps for episode in episodes])
     steps = int(lengths.sum())
     certified = isinstance(policy, CertifiedPolicy)
     return EvalResult(

@@ -12,8 +12,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from sortrl import envs
 from sortrl.attacks import Attack
-from sortrl.envs import Simulator, describe
+from sortrl.envs import describe
 from sortrl.errors import SortRLError
 from sortrl.evaluate import valid_range
 from sortrl.nets import CertifiedPolicy
@@ -81,21 +82,32 @@ def play(
             f"watch: eps is {eps} and max_steps {max_steps}, expected a finite eps >= 0 in the policy's input units and "
             "at least one step."
         )
-    info, simulator = describe(env), Simulator(env, seed)
+    info = describe(env)
     low, high = valid_range(policy, info)
     generator = torch.Generator().manual_seed(seed)
-    steps: list[tuple[int, float, bool, float]] = []
-    while not simulator.done and (max_steps is None or len(steps) < max_steps):
-        unit = policy.normalize(simulator.obs[None])
+    steps: list[tuple[int, float, bool]] = []
+    rewards: list[float] = []
+
+    class Watched(envs.Episode):
+        def see(self, obs: npt.NDArray[Any], reward: float) -> None:
+            super().see(obs, reward)
+            rewards.append(reward)
+
+    def act(playing: list[Watched]) -> list[int] | None:
+        if max_steps is not None and len(steps) >= max_steps:
+            return None
+        unit = policy.normalize(playing[0].obs[None])
         certificate = policy.certify_unit(unit)
         action, changed = int(certificate.action[0]), False
         if attack is not None and eps > 0:
             result = attack(policy, unit, eps, low, high, generator)
             action, changed = int(result.action[0]), bool(result.changed[0])
-        _, reward, _ = simulator.step(action)
-        steps.append((action, float(certificate.radius[0]), changed, reward))
-    simulator.close()
-    actions, radii, changes, rewards = zip(*steps, strict=True)
+        steps.append((action, float(certificate.radius[0]), changed))
+        return [action]
+
+    with envs.EnvSlots(env, 1) as slots:
+        envs.play_episodes(slots, [seed], act, Watched)
+    actions, radii, changes = zip(*steps, strict=True)
     return Episode(
         env_id=info.env_id,
         seed=seed,

@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from sortrl.envs import greedy_returns
-from sortrl.envs.slots import Predicts
+from sortrl.envs import Predicts, greedy_returns
 from sortrl.teachers.config import TeacherConfig
 
 Progress = Callable[[dict[str, Any]], None]

@@ -19,8 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from sortrl.checkpoint import Checkpoint
-from sortrl.envs import EnvInfo, Fleet, ParallelFleet
-from sortrl.envs.slots import Predicts
+from sortrl.envs import EnvInfo, Fleet, ParallelFleet, Predicts
 from sortrl.errors import SortRLError
 from sortrl.files import write_json
 from sortrl.normalizer import Normalizer

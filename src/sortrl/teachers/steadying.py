@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from sortrl.checkpoint import damage_named
-from sortrl.envs import EnvSlots
+from sortrl.envs import EnvSlots, Episode, play_episodes
 from sortrl.errors import SortRLError
 from sortrl.files import read_tensors, write_tensors
 from sortrl.teachers.evolution import STATE, Evolution
@@ -159,23 +159,21 @@ def play(
     which = np.repeat(np.arange(n), per)
     attacked = np.tile(np.arange(per) >= (per + 1) // 2, n) & (eps_attack > 0)
     sizes = torch.from_numpy(np.where(attacked, eps_attack, eps)).float()
-    returns, steps, steady = np.zeros((3, n * per))
+    held = np.zeros(n * per)
+
+    def act(episodes: list[Episode]) -> Array:
+        playing = np.array([episode.number for episode in episodes])
+        unit = teacher.normalize(np.stack([episode.obs for episode in episodes]))
+        actions, pushed = variants.decide(unit, torch.from_numpy(which[playing]), sizes[playing])
+        held[playing] += (actions == pushed).numpy()
+        chosen: Array = np.where(attacked[playing], pushed.numpy(), actions.numpy())
+        return chosen
+
     with EnvSlots(env_id, n * per) as slots:
-        obs = np.stack([slots.reset(slot, seeds[slot % per]).copy() for slot in range(n * per)])
-        playing = np.arange(n * per)
-        while len(playing):
-            unit = teacher.normalize(obs[playing])
-            actions, pushed = variants.decide(unit, torch.from_numpy(which[playing]), sizes[playing])
-            steps[playing] += 1
-            steady[playing] += (actions == pushed).numpy()
-            played = np.where(attacked[playing], pushed.numpy(), actions.numpy())
-            going = np.ones(len(playing), bool)
-            for place, slot in enumerate(playing):
-                obs[slot], reward, done = slots.step(int(slot), int(played[place]))
-                returns[slot] += reward
-                going[place] = not done
-            playing = playing[going]
-    returns, steps, steady = (total.reshape(n, per) for total in (returns, steps, steady))
+        played = play_episodes(slots, list(seeds) * n, act, Episode)
+    returns = np.array([episode.total for episode in played]).reshape(n, per)
+    steps = np.array([episode.steps for episode in played]).reshape(n, per)
+    steady = held.reshape(n, per)
     calm = ~attacked[:per]
     hurt = returns[:, ~calm] if not calm.all() else returns
     return Played(returns[:, calm].mean(1), hurt.mean(1), steady[:, calm].sum(1) / steps[:, calm].sum(1))
