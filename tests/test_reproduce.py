@@ -12,7 +12,7 @@ import pytest
 from sortrl.config import robustify_config
 from sortrl.errors import SortRLError
 from sortrl.files import write_json
-from sortrl.reproduce import draw, earlier, experts, figure1
+from sortrl.reproduce import earlier, experts, figure1
 from sortrl.teachers import HardenConfig
 
 
@@ -48,7 +48,7 @@ def test_smoke_scale_end_to_end(reproduced, tmp_path):
         (pgd,), (paper,), (full,) = (agents[agent]["suites"][name] for name in ("PGD-10", "paper", "full"))
         assert full["mean"] <= paper["mean"] <= pgd["mean"], "all attacks are at least as strong as some of them"
         assert full["eps"] == 0.1
-    draw.draw(results, tmp_path / "fig1.png")
+    figure1.draw(results, tmp_path / "fig1.png")
     assert (tmp_path / "fig1.png").read_bytes().startswith(b"\x89PNG")
     json.dumps(results, allow_nan=False)
 

@@ -16,8 +16,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
 from torch import Tensor
 
 from sortrl import attacks, provenance
@@ -26,9 +24,10 @@ from sortrl.certify import ACR_VARIANTS, acr, interval_radius, ladder
 from sortrl.envs import EnvInfo, EnvSlots, Episode, describe, play_episodes
 from sortrl.errors import SortRLError
 from sortrl.evaluate import episode_seeds, valid_range
-from sortrl.files import atomic_path, write_json
+from sortrl.files import write_json
 from sortrl.nets import CertifiedPolicy, SortPolicy
 from sortrl.nets.bounds import rounding_error, stages, traced_scores
+from sortrl.report.figures import panels, save
 
 EPS_GRID = tuple(round(0.02 * k, 2) for k in range(11))
 ACR_STATES = 1000  # at most, per task: intervals cost more than margins
@@ -258,9 +257,8 @@ RUNGS = (
 def draw(results: dict[str, Any], path: Path) -> None:
     """A panel per task: nested curves of the share of states with a radius above eps."""
     tasks = results["tasks"]
-    figure = Figure(figsize=(3.4 * len(tasks), 3.0), layout="constrained", facecolor="white")
-    FigureCanvasAgg(figure)
-    axes = figure.subplots(1, len(tasks), squeeze=False)[0]
+    figure, rows = panels(1, len(tasks))
+    axes = rows[0]
     for axis, (env_id, task) in zip(axes, tasks.items(), strict=True):
         radii = _radii(task)
         furthest = 1.05 * max(float(np.quantile(_finite(values), 0.98)) for values in radii.values())
@@ -274,12 +272,9 @@ def draw(results: dict[str, Any], path: Path) -> None:
         axis.set_xlabel("ε (the policy's input units)", fontsize=8)
         axis.set_ylim(0.0, 1.02)
         axis.set_xlim(0.0, eps[-1])
-        axis.grid(alpha=0.25)
-        axis.tick_params(labelsize=8)
     axes[0].set_ylabel("share of states", fontsize=8)
     axes[0].legend(fontsize=7, frameon=False)
-    with atomic_path(path) as temporary:
-        figure.savefig(temporary, format="png", dpi=150, metadata={"Software": None})
+    save(figure, path)
 
 
 def _radii(task: dict[str, Any]) -> dict[str, npt.NDArray[np.float64]]:

@@ -18,9 +18,9 @@ from matplotlib.ticker import MaxNLocator
 from sortrl import provenance
 from sortrl.errors import SortRLError
 from sortrl.files import read_object, write_json
+from sortrl.report.figures import panels, save
 from sortrl.reproduce import quoted
 from sortrl.reproduce.atari import AGENTS, GAMES, MEMORY, OURS, QUANTIZED, ROUNDED, STICKY, STUDENT, TEACHER
-from sortrl.reproduce.draw import panels, save
 
 STYLES = {
     STUDENT: ("#d55e00", "s"),
