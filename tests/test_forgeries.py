@@ -6,6 +6,7 @@ Each is applied to genuine files of every kind of policy, and is refused or judg
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import struct
 from collections.abc import Callable
@@ -89,7 +90,8 @@ def hybrid_policy() -> tuple[HybridPolicy, Tensor]:
 def rounded_policy(norm: bool = False) -> tuple[RoundedPolicy, Tensor]:
     policy = RoundedPolicy((1, 8, 8), 4, 2, ((6, 3, 2),), (10,), norm=norm).requires_grad_(False)
     thresholds = policy.rounding.thresholds
-    thresholds.copy_(torch.where(torch.rand_like(thresholds) < 0.1, torch.rand_like(thresholds), 1000.0))
+    thresholds.copy_(torch.where(torch.rand_like(thresholds) < 0.05, torch.rand_like(thresholds), 1000.0))
+    policy.head.layers[-1].bias.sub_(policy.scores(torch.rand(200, 1, 8, 8)).mean(0))  # no action is favoured
     return policy, torch.rand(STATES, 1, 8, 8)
 
 
@@ -179,6 +181,10 @@ def say(name: str, value: Any) -> Callable[[Files], None]:
     return forge
 
 
+def drop(part: str, name: str) -> Callable[[Files], None]:
+    return lambda files: getattr(files, part).__delitem__(name)
+
+
 def at_largest(value: Callable[[Tensor], Any]) -> Callable[[Tensor], Tensor]:
     def change(radius: Tensor) -> Tensor:
         radius[radius.argmax()] = value(radius.max())
@@ -229,8 +235,8 @@ STATED: dict[str, tuple[Callable[[Files], None], str]] = {
     "states in another order": (put("states", lambda t: t.flip(0)), "state "),
     "a state dropped": (put("states", lambda t: t[1:].clone()), "states: shape"),
     "a state of NaN": (put("states", lambda t: t.fill_(torch.nan)), "NaN"),
-    "no states": (lambda f: f.tensors.pop("states") and None, "states: nothing"),
-    "no radii": (lambda f: f.tensors.pop("radius") and None, "radius: nothing"),
+    "no states": (drop("tensors", "states"), "states: nothing"),
+    "no radii": (drop("tensors", "radius"), "radius: nothing"),
     "a mix": (lambda f: f.tensors.update({"mix.0": torch.ones(1)}), "mix.0: expected no such tensor"),
     "more tensors": (lambda f: f.tensors.update(eps=torch.ones(1)), "eps: expected no such tensor"),
     "other units": (say("claim", "For every state and every raw input within its radius."), "claim"),
@@ -238,7 +244,7 @@ STATED: dict[str, tuple[Callable[[Files], None], str]] = {
     "a scale of eps": (say("eps_scale", 255.0), "fields"),
     "a later format": (say("format", "sortrl-certificates-3"), "format"),
     "the first format": (say("format", "sortrl-certificates-1"), "fields"),
-    "no hash": (lambda f: f.metadata.pop("policy_sha256") and None, "fields"),
+    "no hash": (drop("metadata", "policy_sha256"), "fields"),
     "a hash of nothing": (say("policy_sha256", None), "configuration and weights"),
     "a hash of the weights alone": (weights_hash_alone, "configuration and weights"),
     "no policy": (say("policy", None), "fields"),
@@ -246,8 +252,16 @@ STATED: dict[str, tuple[Callable[[Files], None], str]] = {
 }
 
 
-@pytest.mark.parametrize("kind", EVERY)
-@pytest.mark.parametrize("forgery", STATED)
+# To a memory all actions but that of the nearest memory are equally far, so any of them is the second best.
+@pytest.mark.parametrize(
+    ("forgery", "kind"),
+    [
+        (forgery, kind)
+        for forgery in STATED
+        for kind in EVERY
+        if (forgery, kind) != ("the third best as runner-up", "memory")
+    ],
+)
 def test_false_statements_are_caught(files, forgery, tmp_path):
     forge, reason = STATED[forgery]
     forge(files)
@@ -255,8 +269,6 @@ def test_false_statements_are_caught(files, forgery, tmp_path):
 
 
 def assert_refused(files: Files, folder: Path, reason: str) -> None:
-    import re
-
     found = refused(files.write(folder))
     assert re.search(reason, found), f"expected {reason!r}, found {found[:400]!r}"
 
@@ -287,7 +299,7 @@ def weigh(ending: str, change: Callable[[Tensor], Tensor]) -> Callable[[Files], 
 
 
 def without(ending: str) -> Callable[[Files], None]:
-    return lambda files: files.weights.pop(files.named(ending)) and None
+    return lambda files: files.weights.__delitem__(files.named(ending))
 
 
 def more(name: str) -> Callable[[Files], None]:
@@ -302,7 +314,6 @@ def first(value: float) -> Callable[[Tensor], Tensor]:
     return change
 
 
-LAST_BIAS = {"sort": "bias", "image": "bias", "hybrid": "trunk.bias", "memory": "bias"}
 POLICY: dict[str, tuple[tuple[str, ...], Callable[[Files], None], str]] = {
     # another network
     "another rho": (("sort", "hybrid", "image"), configure("rho", 0.9), "state "),
@@ -323,11 +334,11 @@ POLICY: dict[str, tuple[tuple[str, ...], Callable[[Files], None], str]] = {
     "no norm": (("normed",), configure("norm", False), "head.norms.0.bias: expected no such tensor"),
     "a norm": (("rounded",), configure("norm", True), "head.norms.0.bias: nothing"),
     # kinds and formats
-    "no head": (("hybrid",), lambda f: f.config.pop("hidden") and None, "lacks hidden"),
+    "no head": (("hybrid",), drop("config", "hidden"), "lacks hidden"),
     "a head for none": (SORTING[:2], configure("hidden", [4]), "unknown: hidden"),
     "another kind": (("hybrid",), describe("kind", "sort"), "hidden"),
     "a kind with a head": (("sort", "image", "memory"), describe("kind", "hybrid"), "lacks hidden"),
-    "no kind": (("hybrid", *ROUNDED), lambda f: f.own.pop("kind") and None, "unknown|lacks"),
+    "no kind": (("hybrid", *ROUNDED), drop("own", "kind"), "unknown|lacks"),
     "an unknown kind": (EVERY, describe("kind", "linear"), "kind 'linear'"),
     "a kind that is no text": (EVERY, describe("kind", ["sort"]), "kind"),
     "a later format": (EVERY, describe("format", 2), "format '2'"),
@@ -343,7 +354,7 @@ POLICY: dict[str, tuple[tuple[str, ...], Callable[[Files], None], str]] = {
     "no bias": (EVERY, without("bias"), "bias: nothing"),
     "weights in float64": (EVERY, weigh("layers.0.weight", lambda t: t.double()), "float64"),
     "weights as whole numbers": (EVERY, weigh("layers.0.weight", lambda t: t.long()), "int64"),
-    "weights turned round": (EVERY, weigh("layers.0.weight", lambda t: t.transpose(0, 1).contiguous()), "shape"),
+    "weights turned round": (EVERY, weigh("layers.0.weight", lambda t: t.transpose(0, 1).contiguous()), "shape|state "),
     "a bias for all": (EVERY, weigh("bias", lambda t: t[:1].clone()), "shape"),
     "a normaliser in float32": (EVERY, weigh("normalizer.mean", lambda t: t.float()), "float32"),
     "thresholds in float64": (ROUNDED, weigh("thresholds", lambda t: t.double()), "float64"),
@@ -374,7 +385,7 @@ POLICY: dict[str, tuple[tuple[str, ...], Callable[[Files], None], str]] = {
     "pixels beyond": (("memory",), configure("pixels", [10**6]), "pixels"),
     "levels 0": (ROUNDED, configure("levels", 0), "levels"),
     "norm 1": (ROUNDED, configure("norm", 1), "norm"),
-    "observations of another shape": (EVERY, configure("obs_shape", [2, 2, 2]), "obs_shape|shape|images|leave|kernel"),
+    "observations of another shape": (EVERY, configure("obs_shape", [2, 2, 2]), "shape|images|leave|kernel|pixels"),
 }
 
 
@@ -411,7 +422,7 @@ UNSIGNED: dict[str, Callable[[Files], None]] = {
     "another normaliser": weigh("normalizer.scale", lambda t: t * 2),
     "another bias": weigh("bias", lambda t: t + 1e-7 + t.abs() * 1e-3),
     "a setting of training": lambda f: f.config.update({name: 64 for name in ("mask_chunk",) if name in f.config}),
-    "a setting left out": lambda f: f.config.pop("norm" if "norm" in f.config else "bounded_conv") and None,
+    "a setting left out": lambda f: f.config.__delitem__("norm" if "norm" in f.config else "bounded_conv"),
 }
 
 
@@ -555,13 +566,13 @@ FIRST: dict[str, tuple[tuple[str, ...], Callable[[Files], None], str]] = {
     "a short mix": (("sort", "hybrid"), lambda f: f.tensors.update({"mix.1": torch.ones(1)}), "mix of layer 1"),
     "a small mix": (("sort", "hybrid"), put("mix.1", lambda t: t * 0.9), "mix of layer 1"),
     "a mix of more than 1": (SORTING, put("mix.0", lambda t: t * (1 + 2e-7)), "mix of layer 0"),
-    "no mix": (SORTING, lambda f: f.tensors.pop("mix.0") and None, "mix of layer 0"),
+    "no mix": (SORTING, drop("tensors", "mix.0"), "mix of layer 0"),
     "a mix too many": (EVERY, lambda f: f.tensors.update({"mix.9": torch.ones(1)}), "mix.9: expected no such"),
     "a small constant": (EVERY, say("lipschitz", 0.01), "lipschitz"),
     "another shape": (EVERY, say("obs_shape", [1]), "obs_shape"),
     "other weights": (EVERY, weigh("bias", lambda t: t + 1e-3), "has weights"),
     "another rho": (("sort", "hybrid"), configure("rho", 0.9), "mix of layer 1"),
-    "no head": (("hybrid",), lambda f: f.config.pop("hidden") and None, "lacks hidden"),
+    "no head": (("hybrid",), drop("config", "hidden"), "lacks hidden"),
 }
 
 

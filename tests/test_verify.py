@@ -87,7 +87,7 @@ def test_chosen_pixels_pass_and_others_are_found_out(tmp_path):
     assert not with_pixels([7, 1, 9, 15]).ok, "other pixels make other scores"
     assert not with_pixels([7, 0, 9]).ok
     for hostile in ([7, 0, 9, 18], [7, 0, 9, -3], [7, 0, 9, 9], [7, 0, 9, 15.0], None, 4):
-        with pytest.raises(SortRLError, match="is no policy that can be checked .*pixels"):
+        with pytest.raises(SortRLError, match=r"is no policy that can be checked .*pixels"):
             with_pixels(hostile)
 
 
