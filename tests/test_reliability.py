@@ -146,8 +146,7 @@ def test_certificates_do_not_hold_for_weights_that_are_no_numbers(tmp_path):
     tensors, metadata = read_tensors(tmp_path / "policy.safetensors")
     tensors["bias"][0] = float("nan")
     write_tensors(tmp_path / "policy.safetensors", tensors, metadata)
-    lines = [line for line in verify(tmp_path / "c").failures if "state" in line]
-    assert len(lines) == 6
+    assert "bias: contains NaN or infinity" in verify(tmp_path / "c").failures
 
 
 def test_a_negative_factor_cannot_shrink_the_lipschitz_constant(tmp_path):

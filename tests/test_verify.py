@@ -87,7 +87,7 @@ def test_chosen_pixels_pass_and_others_are_found_out(tmp_path):
     assert not with_pixels([7, 1, 9, 15]).ok, "other pixels make other scores"
     assert not with_pixels([7, 0, 9]).ok
     for hostile in ([7, 0, 9, 18], [7, 0, 9, -3], [7, 0, 9, 9], [7, 0, 9, 15.0], None, 4):
-        with pytest.raises(SortRLError, match="lacks something"):
+        with pytest.raises(SortRLError, match=r"is no policy that can be checked .*pixels"):
             with_pixels(hostile)
 
 
@@ -112,8 +112,6 @@ TAMPERED = {
     "one state": ("certificates.safetensors", "states", at(2, 9.0), "state 2"),
     "a state without number": ("certificates.safetensors", "states", at(2, float("inf")), "NaN or infinity"),
     "a state dropped": ("certificates.safetensors", "states", lambda t: t[1:].clone(), "states: shape (59, "),
-    "a mix": ("certificates.safetensors", "mix.1", lambda t: t * 0.9, "mix of layer 1"),
-    "a mix that sums to more than 1": ("certificates.safetensors", "mix.0", lambda t: t * (1 + 2e-7), "mix of layer 0"),
     "one weight, slightly": ("run/policy.safetensors", "layers.1.weight", at(0, 0.25), "weights"),
     "the bias": ("run/policy.safetensors", "bias", lambda t: t + torch.tensor([0.0, 5.0, 0.0]), "weights"),
 }
@@ -183,7 +181,11 @@ def test_a_near_tie_without_certificate_is_not_a_failure(saved):
     certificate = policy.certify_unit(states)
     tied = certificate.action == 0
     assert tied.any()
-    swapped = replace(certificate, action=np.where(tied, 1, certificate.action))
+    swapped = replace(
+        certificate,
+        action=np.where(tied, 1, certificate.action),
+        runner_up=np.where(tied, 0, certificate.runner_up),
+    )
     save_certificates(path, policy, states, swapped, path.parent / "run")
     assert verify(path).ok
 

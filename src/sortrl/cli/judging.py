@@ -201,7 +201,7 @@ def verify(
 ) -> None:
     """Check a file of certificates again, in float64, with code that shares nothing with what made it.
 
-    Exit code 0 if every action is the arg-max of its scores and every radius at most margin / (2 L); 1 otherwise.
+    Exit code 0 if every action is the one that the policy plays and every radius can be proven, rounding included; 1 otherwise.
 
     Args:
         certificates: File written by sortrl certify --save, or by sortrl.certify.save_certificates.
@@ -221,4 +221,7 @@ def verify(
             f"{certificates}: {wrong} claim{'s' * (wrong > 1)} of {verdict.states} states do not hold:\n  {shown}"
         )
     constant = f" (L = {verdict.lipschitz:.9g})" if math.isfinite(verdict.lipschitz) else ""
-    print(f"{verdict.states} certificates hold: actions, radii{constant} and the policy's weights")
+    several = "" if verdict.distinct == verdict.states else f" (of {verdict.distinct} different states)"
+    print(f"{verdict.states} certificates hold{several}: actions, radii{constant} and the policy's weights")
+    for note in verdict.notes:
+        print(f"note: {note}")
