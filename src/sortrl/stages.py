@@ -23,7 +23,7 @@ from sortrl.choosing import choose
 from sortrl.collect import CollectConfig, collect
 from sortrl.compact import compact
 from sortrl.config import RobustifyConfig
-from sortrl.datasets import load_demonstrations, merge, save_demonstrations, split
+from sortrl.datasets import check_splits, load_demonstrations, merge, save_demonstrations, split
 from sortrl.distill import DistillConfig, Distilled, distill, held_out_metrics
 from sortrl.envs import describe
 from sortrl.errors import SortRLError
@@ -258,7 +258,8 @@ class Stages:
 
         def collected(progress: Report) -> Demonstrations:
             data = collect(teacher, self.env_id, config, self.seed, progress=progress)
-            # A memory keeps what was played, not labels. What nothing can be learned from is not kept.
+            check_splits(data)  # what nothing can be learned from is not kept: it would be in the way of better data
+            # A memory keeps what was played, not labels.
             if len(np.unique(data.actions)) == 1 and not self.config.remember:
                 raise SortRLError(
                     f"{teacher.name} plays action {data.actions[0]} in all of {len(data)} states, so there is nothing to learn "
