@@ -87,7 +87,7 @@ def test_a_file_cannot_claim_more_memory_than_it_has(tmp_path, field, size):
     metadata["config"][field] = [size] if field == "obs_shape" else size
     file.write_bytes(unparse(metadata, tensors))
     started = time.process_time()
-    if field == "mask_chunk":  # a divisor: no memory depends on it
+    if field == "mask_chunk" and size < 10**300:  # a divisor: no memory depends on it
         assert SortPolicy.load(tmp_path).n_actions == 2
     else:
         with pytest.raises(SortRLError):
