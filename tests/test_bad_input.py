@@ -249,7 +249,7 @@ COMMANDS: dict[str, tuple[list[str], str]] = {
     ),
     "other settings": (
         ["robustify", "CartPole-v1", "--out", "{run}"],
-        "holds a run with other settings. Choose another",
+        "holds a run with other settings: config.eps is 0.05 there and 0.2 now; .* Choose another",
     ),
     "a file for a directory": (["robustify", "CartPole-v1", "--out", "{run}/run.json"], "Choose another --out"),
     "a pickle without leave": (

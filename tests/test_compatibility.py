@@ -13,9 +13,9 @@ from sortrl.certify import load_certificates
 from sortrl.datasets import load_demonstrations
 from sortrl.errors import SortRLError
 from sortrl.files import read_json, read_tensors, write_tensors
-from sortrl.pipeline import open_run, trained_eps
 from sortrl.records import stored_rows
 from sortrl.report import summary_lines
+from sortrl.run import read_run, trained_eps
 from sortrl.teachers import Teacher, load_normalizer
 from sortrl.verify import verify
 
@@ -38,7 +38,7 @@ def test_files_of_every_version_load_and_mean_the_same(folder):
     assert (certificate.radius > 0).any()
     np.testing.assert_allclose(certificate.radius, expected["radius"], rtol=1e-4, atol=1e-7)
     assert Teacher.load(folder / "teacher").predict(states)[0].tolist() == expected["teacher_action"]
-    env_id, _, teacher = open_run(folder)
+    env_id, _, teacher = read_run(folder)
     assert (env_id, teacher is not None, trained_eps(folder)) == ("CartPole-v1", True, 0.05)
     assert len(load_demonstrations(folder / "data.safetensors")) == 300
     for name in ("normalizer.json", "normalizer.safetensors"):

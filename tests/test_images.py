@@ -14,7 +14,7 @@ import sortrl
 from sortrl.attacks import PGD
 from sortrl.certificate_study import clean_episodes, clipping
 from sortrl.certify import certified_levels, save_certificates
-from sortrl.pipeline import open_run
+from sortrl.run import read_run
 from sortrl.teachers.config import PQN_TEACHERS
 from sortrl.verify import verify
 
@@ -47,7 +47,7 @@ def test_the_student_plays_like_its_teacher_and_keeps_it_up_under_attack(run):
 
 
 def test_certificates_of_images_hold_and_can_be_checked_by_others(run, tmp_path):
-    env_id, policy, teacher = open_run(run)
+    env_id, policy, teacher = read_run(run)
     played = clean_episodes(policy, env_id, 2, seed=3)
     unit = torch.cat(played)
     certificate = policy.certify_unit(unit)
@@ -62,7 +62,7 @@ def test_certificates_of_images_hold_and_can_be_checked_by_others(run, tmp_path)
 
 def test_a_pixel_cannot_be_darker_than_black(run):
     """The valid range adds to the radius, which counts in levels of grey."""
-    env_id, policy, _ = open_run(run)
+    env_id, policy, _ = read_run(run)
     played = clean_episodes(policy, env_id, 2, seed=4)
     found = clipping(policy, env_id, played, 40, PGD(10), reach=1.0)
     margin, interval, clipped, attack = (

@@ -27,11 +27,11 @@ from sortrl import cli
 from sortrl.errors import SortRLError
 from sortrl.files import locked, read_json, read_tensors, write_json, write_tensors
 from sortrl.nets import SortPolicy
-from sortrl.pipeline import open_run
 from sortrl.reliability.crashes import STAGES, crashes, half_written, stage_of
 from sortrl.reliability.fuzz import _intact, fuzz, place, read
 from sortrl.reliability.mutations import HOSTILE, edit_metadata, parse, traps, unparse
 from sortrl.reliability.soak import soak
+from sortrl.run import read_run
 from sortrl.teachers import load_normalizer, load_teacher
 from sortrl.verify import verify
 
@@ -87,7 +87,7 @@ def test_a_file_cannot_claim_more_memory_than_it_has(tmp_path, field, size):
     metadata["config"][field] = [size] if field == "obs_shape" else size
     file.write_bytes(unparse(metadata, tensors))
     started = time.process_time()
-    if field == "mask_chunk":  # a divisor: no memory depends on it
+    if field == "mask_chunk" and size < 10**300:  # a divisor: no memory depends on it
         assert SortPolicy.load(tmp_path).n_actions == 2
     else:
         with pytest.raises(SortRLError):
@@ -133,7 +133,7 @@ def test_a_run_cannot_have_a_module_imported(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     write_json(tmp_path / "run.json", {"identity": {"env": "evil:CartPole-v1"}, "stage_seconds": {}})
     with pytest.raises(SortRLError, match="expected an environment's id"):
-        open_run(tmp_path)
+        read_run(tmp_path)
     assert not (tmp_path / "executed").exists()
 
 

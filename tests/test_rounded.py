@@ -23,10 +23,10 @@ from sortrl.nets import RoundedPolicy
 from sortrl.nets.norm import Norm
 from sortrl.nets.rounded import UNUSED
 from sortrl.normalizer import Normalizer
-from sortrl.pipeline import open_run
 from sortrl.polish import polished
 from sortrl.records import Demonstrations
 from sortrl.rounding import RoundingConfig, distill_rounded, gap_thresholds
+from sortrl.run import read_run
 from sortrl.teachers import continued
 from sortrl.teachers.pq import Tutor
 from sortrl.verify import verify
@@ -290,7 +290,7 @@ def test_the_preset_has_options_of_its_own():
 def test_the_whole_job_on_a_small_game(tmp_path):
     """From the zoo's teacher of a MinAtar game to a report: skill, certificates and words."""
     pytest.importorskip("minatar", reason="MinAtar is not installed: pip install 'sortrl[minatar]'")
-    _, _, teacher = open_run(Path("zoo:breakout"))
+    _, _, teacher = read_run(Path("zoo:breakout"))
     small = {"collect": CollectConfig(states=6000, exploration=0.7, random_actions=0.15), "dagger_states": 2000}
     measured = {"episodes": 10, "eps_grid": (0.0, 0.3), "suite": ()}
     sortrl.robustify(teacher, "sortrl/Breakout10-v0", preset="rounded", steps=500, out=tmp_path, **small, **measured)
@@ -311,7 +311,7 @@ def test_the_whole_job_on_a_small_game(tmp_path):
 def poor_student(steps: int = 150) -> tuple[RoundedPolicy, Tutor]:
     """One that has learned little from the zoo's teacher of a MinAtar game, and that teacher with what it has shown."""
     pytest.importorskip("minatar", reason="MinAtar is not installed: pip install 'sortrl[minatar]'")
-    _, _, teacher = open_run(Path("zoo:breakout"))
+    _, _, teacher = read_run(Path("zoo:breakout"))
     data = collect(teacher, BREAKOUT, CollectConfig(states=2000, exploration=0.7, random_actions=0.15), 0)
     config = RoundingConfig(gap=0.4, levels=1, conv=((16, 3, 1),), hidden=(128,), norm=True, steps=steps)
     policy = distill_rounded(data, teacher.normalizer, config, 0.3).policy

@@ -13,13 +13,14 @@ from sortrl import zoo
 from sortrl.envs import EnvSlots
 from sortrl.errors import SortRLError
 from sortrl.files import read_json, write_json
+from sortrl.identity import fingerprint
 from sortrl.nets import HybridPolicy
 from sortrl.normalizer import Normalizer
 from sortrl.records import Demonstrations, Transitions
 from sortrl.remember import remember
 from sortrl.reproduce import procgen as tables
 from sortrl.reproduce import quoted
-from sortrl.reproduce.cells import CellTable, fingerprint
+from sortrl.reproduce.cells import CellTable
 from sortrl.reproduce.procgen import MEMORY, OURS, STUDENT, TEACHER, Cell
 from sortrl.teachers import Architecture, Teacher
 
@@ -142,9 +143,10 @@ def test_the_agents_of_the_zoo_play_unless_others_were_made(tmp_path, monkeypatc
     assert fingerprint(player(MEMORY)) == fingerprint(sortrl.load("zoo:coinrun"))
     assert fingerprint(player(STUDENT)) == fingerprint(sortrl.load("zoo:coinrun-distilled"))
     assert fingerprint(player(TEACHER)) == fingerprint(Teacher.load(zoo.entry("coinrun") / "teacher"))
-    monkeypatch.setattr(tables, "train_teacher", lambda *_: "trained")
+    trained = Teacher.load(zoo.entry("coinrun") / "teacher")
+    monkeypatch.setattr(tables, "train_teacher", lambda *_: trained)
     monkeypatch.setattr(tables.Run, "student", lambda self, teacher: teacher)
-    assert player(MEMORY, "Jumper") == "trained", "the zoo's was made from the published agent, which is not here"
+    assert player(MEMORY, "Jumper") is trained, "the zoo's was made from the published agent, which is not here"
     (tmp_path / "students" / "Coinrun-cpu-memory").mkdir(parents=True)
     assert isinstance(player(MEMORY), Teacher), "the one that was made here, from the zoo's teacher"
 

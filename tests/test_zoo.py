@@ -19,8 +19,8 @@ from sortrl.envs import EnvSlots, describe
 from sortrl.errors import SortRLError
 from sortrl.evaluate import valid_range
 from sortrl.files import read_json, read_tensors
-from sortrl.pipeline import TRAINED_HERE, open_run
 from sortrl.publish import publish
+from sortrl.run import TRAINED_HERE, read_run
 from sortrl.teachers import quantized
 from sortrl.verify import verify
 
@@ -54,7 +54,7 @@ def test_every_entry_is_whole_and_small(name):
     assert (entry / "README.md").read_text().startswith(f"# zoo:{name}")
     assert sortrl.load(f"zoo:{name}").n_actions == card["policy"]["n_actions"]
     _needs(name)
-    env_id, policy, _ = open_run(Path(f"zoo:{name}"))
+    env_id, policy, _ = read_run(Path(f"zoo:{name}"))
     assert env_id == card["env"]
     assert policy.n_actions == card["policy"]["n_actions"]
 
@@ -72,7 +72,7 @@ def test_an_entry_plays_as_its_card_says():
 def test_no_attack_changes_an_action_of_an_atari_student_within_its_radius(name):
     """On states that it remembers or has learned from and on others: sticky actions lead away from the former."""
     _needs(name)
-    env_id, policy, _ = open_run(Path(f"zoo:{name}"))
+    env_id, policy, _ = read_run(Path(f"zoo:{name}"))
     states = []
     for task in (env_id, env_id.replace("84", "84-sticky")):
         with EnvSlots(task, 1) as slots:
@@ -196,7 +196,7 @@ def test_an_entry_can_be_watched(name, tmp_path, monkeypatch, capsys):
 def test_rounding_pixels_defends_a_teacher_whose_pixels_are_black_or_white():
     """The baseline that certificates have to be compared with: where images have two levels, it is hard to beat."""
     pytest.importorskip("minatar")
-    env_id, _, teacher = open_run(Path("zoo:breakout"))
+    env_id, _, teacher = read_run(Path("zoo:breakout"))
     behind = quantized(teacher, 2)
     arguments = (env_id, attacks.PGD(10), 0.3, 3)
     clean, attacked = (sortrl.evaluate(behind, env_id, episodes=3), sortrl.evaluate(behind, *arguments))

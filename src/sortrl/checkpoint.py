@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -14,6 +13,7 @@ from torch import Tensor, nn
 
 from sortrl.errors import SortRLError
 from sortrl.files import read_tensors, write_tensors
+from sortrl.identity import check_same, plain
 
 FILE_NAME = "checkpoint.safetensors"
 FORMAT = "sortrl-checkpoint-1"
@@ -28,7 +28,7 @@ class Checkpoint:
 
     def __init__(self, directory: str | Path | None, identity: dict[str, Any]) -> None:
         self.path = None if directory is None else Path(directory) / FILE_NAME
-        self.identity = json.loads(json.dumps(identity))  # as it will be read back: tuples become lists
+        self.identity = plain(identity)
         self.extra: dict[str, Tensor] = {}
 
     def save(
@@ -55,11 +55,15 @@ class Checkpoint:
         if self.path is None or not os.path.lexists(self.path):
             return 0, []
         tensors, metadata = read_tensors(self.path)
-        if metadata.get("format") != FORMAT or metadata.get("identity") != self.identity:
-            raise SortRLError(
-                f"{self.path} belongs to a run with other settings, seed or data, or to another version of sortrl. "
-                "Use another output directory, or delete this one to start over."
-            )
+        advice = "Use another output directory, or delete this one to start over."
+        if metadata.get("format") != FORMAT:
+            raise SortRLError(f"{self.path} has format {metadata.get('format')!r}, expected {FORMAT!r}. {advice}")
+        check_same(
+            metadata.get("identity"),
+            self.identity,
+            f"{self.path} belongs to a run with other settings, seed or data",
+            advice,
+        )
         with damage_named(self.path):
             model.load_state_dict(part(tensors, "model"))
             restore_optimizer(optimizer, part(tensors, "optimizer"))

@@ -41,6 +41,12 @@ def merge(*demos: Demonstrations) -> Demonstrations:
     return Demonstrations(demos[0].env_id, joined[0], joined[1], joined[2], np.concatenate(episodes), transitions)
 
 
+def check_splits(demos: Demonstrations) -> None:
+    """Refuse data of which :func:`split` can hold out nothing."""
+    if len(np.unique(demos.episodes)) < 2:
+        raise SortRLError("split: there is only one episode, so none can be held out. Collect more states.")
+
+
 def split(demos: Demonstrations, share: float, seed: int = 0) -> tuple[Demonstrations, Demonstrations]:
     """(train, held_out): whole episodes are held out, at least one, until they hold about ``share`` of the states.
 
@@ -48,9 +54,8 @@ def split(demos: Demonstrations, share: float, seed: int = 0) -> tuple[Demonstra
     """
     if not 0 < share < 1:
         raise SortRLError(f"split: share is {share}, expected the held-out part strictly between 0 and 1.")
+    check_splits(demos)
     numbers, sizes = np.unique(demos.episodes, return_counts=True)
-    if len(numbers) < 2:
-        raise SortRLError("split: there is only one episode, so none can be held out. Collect more states.")
     order = np.random.default_rng(seed).permutation(len(numbers))
     n_held = 1 + int(np.searchsorted(np.cumsum(sizes[order]), share * len(demos)))
     held = np.isin(demos.episodes, numbers[order[: min(n_held, len(numbers) - 1)]])

@@ -6,9 +6,11 @@ plain types; whatever is wrong becomes one :class:`SortRLError`.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
+import re
 import stat
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -27,6 +29,10 @@ LARGEST_JSON = 64 * 2**20  # the largest document of a run has a few megabytes
 # What numpy knows too. Other types (bfloat16, 8-bit floats) are valid safetensors, but nothing here writes them.
 _MOST_DIMENSIONS, _LARGEST_SIZE = 16, 2**40
 _FLOATS = (torch.float64, torch.float32, torch.float16)
+_LONGEST_INTEGER = 300  # digits; a float64 ends at 308
+# What :func:`atomic_path` calls a file that is not whole yet: nobody else would choose such a name.
+_TEMPORARY = ".sortrl.tmp"
+_UNFINISHED = re.compile(r"\..+\.[a-z0-9_]{8}" + re.escape(_TEMPORARY))
 _TYPES = frozenset((*_FLOATS, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool))
 
 
@@ -36,7 +42,7 @@ def atomic_path(path: str | Path) -> Iterator[Path]:
     target = Path(path)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.", suffix=".tmp")
+        handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.", suffix=_TEMPORARY)
     except OSError as error:
         raise SortRLError(
             f"Cannot write {target}: {error.strerror or error}. Choose a directory you can write to."
@@ -68,30 +74,71 @@ def _sync_directory(directory: Path) -> None:
 
 
 @contextmanager
-def locked(directory: Path) -> Iterator[None]:
-    """One writer per directory at a time; the lock goes with the process, however it ends."""
+def locked(directory: Path, wait: bool = False) -> Iterator[None]:
+    """One writer per directory at a time; the lock goes with the process, however it ends.
+
+    Another writer is waited for, or (by default) refused. What a killed writer left unfinished is removed.
+    """
+    handles: list[int] = []
     try:
-        directory.mkdir(parents=True, exist_ok=True)
-        # Neither following a link nor truncating: a directory from elsewhere must not choose which file is emptied.
-        handle = os.open(directory / ".lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
-    except OSError as error:
-        raise SortRLError(f"Cannot write to {directory}: {error.strerror or error}. Choose another --out.") from error
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        os.close(handle)
-        raise SortRLError(f"Another run is writing to {directory}. Wait for it, or choose another --out.") from error
-    try:
+        while not handles:
+            handles = _lock_both(directory, 0 if wait else fcntl.LOCK_NB)
         remove_leftovers(directory)
         yield
     finally:
-        os.close(handle)  # which unlocks
+        _close(handles)  # which unlocks
+
+
+def _lock_both(directory: Path, flags: int) -> list[int]:
+    """Locks on the directory and on the file ``.lock`` in it; nothing if either was replaced in the meantime.
+
+    The file can be deleted while it is held, and the next one to come would lock a new one; the directory cannot. But some
+    network file systems lock files only, and there the file alone is the lock.
+    """
+    handles: list[int] = []
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        handles.append(os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
+        try:
+            fcntl.flock(handles[0], fcntl.LOCK_EX | flags)
+        except OSError as error:
+            if error.errno not in (errno.EBADF, errno.EINVAL, errno.ENOLCK, errno.EOPNOTSUPP):
+                raise
+        # Neither following a link nor truncating: a directory from elsewhere must not choose which file is emptied.
+        path = directory / ".lock"
+        handles.append(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644))
+        fcntl.flock(handles[1], fcntl.LOCK_EX | flags)
+        if all(_is_still(handle, place) for handle, place in zip(handles, (directory, path), strict=True)):
+            return handles
+    except OSError as error:
+        _close(handles)
+        if isinstance(error, BlockingIOError):
+            raise SortRLError(
+                f"Another run is writing to {directory}. Wait for it, or choose another --out."
+            ) from error
+        raise SortRLError(f"Cannot write to {directory}: {error.strerror or error}. Choose another --out.") from error
+    _close(handles)
+    return []
+
+
+def _is_still(handle: int, path: Path) -> bool:
+    """Whether ``path`` still leads to what was opened: a lock on what was deleted or replaced keeps nobody out."""
+    try:
+        return os.path.samestat(os.fstat(handle), os.lstat(path))
+    except FileNotFoundError:
+        return False
+
+
+def _close(handles: list[int]) -> None:
+    for handle in handles:
+        os.close(handle)
 
 
 def remove_leftovers(directory: Path) -> None:
-    """Delete what writers that were killed left behind. Only for who alone writes to ``directory``."""
-    for temporary in directory.rglob(".*.tmp"):
-        temporary.unlink(missing_ok=True)
+    """Delete what writers of ours that were killed left in this very directory. Only for who alone writes to it."""
+    for temporary in directory.iterdir():
+        if _UNFINISHED.fullmatch(temporary.name) and stat.S_ISREG(temporary.lstat().st_mode):
+            temporary.unlink(missing_ok=True)
 
 
 def write_text(path: str | Path, text: str) -> None:
@@ -121,11 +168,19 @@ def regular_file(path: str | Path, largest: int | None = None) -> Path:
 
 
 def parse_json(text: str | bytes, where: str | Path) -> Any:
-    """``json.loads`` with one kind of error, also for text that nests too deeply for the parser."""
+    """``json.loads`` with one kind of error, also for text that nests too deeply for the parser, or for a number that no float
+    can hold."""
     try:
-        return json.loads(text)
+        return json.loads(text, parse_int=_bounded_integer)
     except (ValueError, RecursionError) as error:
         raise SortRLError(f"{where} is not valid JSON ({error}). It may be damaged: write it again.") from error
+
+
+def _bounded_integer(text: str) -> int:
+    """JSON has no largest integer, and Python reads them all; then one is compared with a float, or made one, and overflows."""
+    if len(text) > _LONGEST_INTEGER:
+        raise ValueError(f"an integer of {len(text)} digits, expected at most {_LONGEST_INTEGER}")
+    return int(text)
 
 
 def read_json(path: str | Path) -> Any:

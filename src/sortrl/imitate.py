@@ -23,9 +23,10 @@ from sortrl.config import robustify_config
 from sortrl.envs import describe, greedy_returns
 from sortrl.errors import SortRLError
 from sortrl.files import read_object, write_json
-from sortrl.pipeline import Run
+from sortrl.identity import check_same, fingerprint
 from sortrl.records import Demonstrations
 from sortrl.remember import best_episodes
+from sortrl.run import open_run
 from sortrl.teachers import Teacher
 from sortrl.teachers.grading import LOG_FILE, one_thread
 
@@ -80,10 +81,11 @@ def imitate(
             "sortrl teach has trained."
         )
     identity = {"env_id": env_id, "seed": seed, "imitates": teacher.name, "config": asdict(config)}
+    identity["imitates_weights"] = fingerprint(teacher)
     log = folder / LOG_FILE
     if log.exists() and (found := read_object(log)).get("done") is True:
-        if found.get("identity") != identity:
-            raise SortRLError(f"{folder} holds another teacher. Choose another directory, or delete it.")
+        advice = "Choose another directory, or delete it."
+        check_same(found.get("identity"), identity, f"{folder} holds another teacher", advice)
         return Teacher.load(folder)
     best = _best_tries(teacher, env_id, folder / "tries", config, seed, quiet)
     record: dict[str, Any] = {"identity": identity, "before": earlier, "states": len(best), "history": [], "best": None}
@@ -96,10 +98,10 @@ def _best_tries(
 ) -> Demonstrations:
     """What a memory of this teacher would be made of."""
     settings = robustify_config(env_id, preset="memory", train_teacher=False)
-    run = Run(folder, env_id, replace(settings, collect=replace(settings.collect, states=config.states)), seed, quiet)
-    run.claim(teacher.name)
-    data = run.searched(run.demonstrations(teacher), teacher)
-    return best_episodes(data, plain=run.config.search.straighten)
+    settings = replace(settings, collect=replace(settings.collect, states=config.states))
+    with open_run(folder, env_id, settings, seed, teacher, quiet=quiet) as run:
+        data = run.searched(run.demonstrations(teacher), teacher)
+    return best_episodes(data, plain=settings.search.straighten)
 
 
 def _trained(

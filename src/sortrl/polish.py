@@ -15,11 +15,11 @@ from torch import nn
 
 from sortrl.envs import describe
 from sortrl.errors import SortRLError
+from sortrl.identity import fingerprint
 from sortrl.nets import CertifiedPolicy, RoundedPolicy
 from sortrl.teachers.config import PQNConfig
 from sortrl.teachers.grading import Progress
 from sortrl.teachers.pq import Tutor, q_learn
-from sortrl.teachers.teacher import fingerprint
 
 
 def polished(

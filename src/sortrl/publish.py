@@ -17,7 +17,7 @@ from sortrl.datasets import load_demonstrations
 from sortrl.errors import SortRLError
 from sortrl.files import read_object, read_tensors, write_json, write_tensors, write_text
 from sortrl.nets.certified import FILE_NAME, CertifiedPolicy
-from sortrl.pipeline import TRAINED_HERE, identity_of
+from sortrl.run import TRAINED_HERE, identity_of
 from sortrl.teachers.grading import LOG_FILE
 
 HALF_AGREEMENT = 0.999

@@ -6,11 +6,10 @@ unfinished training from its checkpoint.
 
 from __future__ import annotations
 
-import datetime
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,27 +23,44 @@ from sortrl.choosing import choose
 from sortrl.collect import CollectConfig, collect
 from sortrl.compact import compact
 from sortrl.config import RobustifyConfig
-from sortrl.datasets import load_demonstrations, merge, save_demonstrations, split
+from sortrl.datasets import check_splits, load_demonstrations, merge, save_demonstrations, split
 from sortrl.distill import DistillConfig, Distilled, distill, held_out_metrics
 from sortrl.envs import describe
 from sortrl.errors import SortRLError
-from sortrl.files import read_object, write_json
+from sortrl.files import locked, remove_leftovers, write_json
 from sortrl.nets import CertifiedPolicy
 from sortrl.polish import polished
 from sortrl.progress import Report, stage
 from sortrl.records import Demonstrations
 from sortrl.remember import best_episodes
 from sortrl.rounding import RoundingConfig, distill_rounded
-from sortrl.search import SearchConfig, search
+from sortrl.search import search
 from sortrl.straighten import straightened
-from sortrl.teachers import Teacher, decided_at_start, hardened, load_teacher, smoothed, steadied, train_teacher
+from sortrl.teachers import Teacher, decided_at_start, hardened, smoothed, steadied, train_teacher
 from sortrl.teachers.grading import LOG_FILE
 from sortrl.teachers.pq import Tutor
 
 VALIDATION_SHARE = 0.1
-CHOICE = ("candidates", "choose_eps", "choose_episodes")
+RUN_FILE, HARDENED = "run.json", "hardened"
 VALIDATION_SEED_OFFSET = 0  # a run's seed lies below 1000
 TEST_SEED_OFFSET = 1000  # test episodes never coincide with those that data or choices were made from
+
+
+@dataclass
+class Claim:
+    """A directory that belongs to one run, and is locked for it: :func:`sortrl.run.open_run` makes these, and nobody else."""
+
+    directory: Path
+    document: dict[str, Any]
+    """What ``run.json`` has: ``identity``, ``started`` and ``stage_seconds``."""
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        found: dict[str, float] = self.document["stage_seconds"]
+        return found
+
+    def write(self) -> None:
+        write_json(self.directory / RUN_FILE, self.document)
 
 
 class Stages:
@@ -52,52 +68,16 @@ class Stages:
 
     def __init__(
         self,
-        directory: Path,
+        claim: Claim,
         env_id: str,
         config: RobustifyConfig,
         seed: int,
         quiet: bool = True,
         shared: Path | None = None,
     ) -> None:
-        self.directory, self.env_id, self.config, self.seed, self.quiet = directory, env_id, config, seed, quiet
-        self.shared = shared or directory  # what is made of the teacher does not depend on the seed of a student
-        self.seconds: dict[str, float] = {}
-
-    def claim(self, source: str) -> None:
-        """Make sure that what lies in the directory belongs to this run."""
-        config = plain(asdict(self.config))
-        if not self.config.remember:  # what a memory alone needs: older runs do not mention it
-            config = {name: value for name, value in config.items() if name not in ("eps_keep", "memory_bytes")}
-        if config["rounding"] is None:  # likewise, of students that see rounded pixels
-            del config["rounding"]
-        elif not config["rounding"]["norm"]:
-            del config["rounding"]["norm"]
-        if self.config.polish is None:
-            del config["polish"], config["tutored"]
-        for name in ("harden", "steady"):  # likewise, of teachers that are changed first
-            if config[name] is None:
-                del config[name]
-        if self.config.candidates == 1:
-            config = {name: value for name, value in config.items() if name not in CHOICE}
-        for name in ("focus", "spread", "sticky"):  # likewise
-            if not config["collect"][name]:
-                del config["collect"][name]
-        if self.config.search == SearchConfig():
-            del config["search"]
-        identity = {"env": self.env_id, "seed": self.seed, "teacher": source, "config": config}
-        path = self.directory / "run.json"
-        if path.exists():
-            document = read_object(path)
-            if document.get("identity") != identity:
-                raise SortRLError(
-                    f"{self.directory} holds a run with other settings. Choose another --out, or delete it to start over."
-                )
-            taken = document.get("stage_seconds")
-            if not isinstance(taken, dict) or not all(isinstance(value, float) for value in taken.values()):
-                raise SortRLError(f"{path}: stage_seconds is {str(taken)[:60]}, expected numbers. Delete {path}.")
-            self.seconds = taken
-            return
-        write_json(path, {"identity": identity, "started": _now(), "stage_seconds": {}})
+        self.claim, self.directory = claim, claim.directory
+        self.env_id, self.config, self.seed, self.quiet = env_id, config, seed, quiet
+        self.shared = shared  # what is made of the teacher does not depend on the seed of a student
 
     @contextmanager
     def _stage(self, name: str, title: str) -> Iterator[Report]:
@@ -112,10 +92,9 @@ class Stages:
         try:
             yield
         finally:
-            self.seconds[name] = round(self.seconds.get(name, 0.0) + time.monotonic() - started, 2)
-            path = self.directory / "run.json"
-            if path.exists():
-                write_json(path, {**read_object(path), "stage_seconds": self.seconds})
+            seconds = self.claim.seconds
+            seconds[name] = round(seconds.get(name, 0.0) + time.monotonic() - started, 2)
+            self.claim.write()
 
     def student(self, teacher: Teacher) -> CertifiedPolicy:
         """Data and distillation: everything up to the policy."""
@@ -127,11 +106,6 @@ class Stages:
         if self.config.start_radius > 0:
             teacher = decided_at_start(teacher, self.env_id, self.config.start_radius)
         data = self.demonstrations(teacher)
-        if len(np.unique(data.actions)) == 1 and not self.config.remember:  # a memory keeps what was played, not labels
-            raise SortRLError(
-                f"{teacher.name} plays action {data.actions[0]} in all of {len(data)} states, so there is nothing to learn "
-                "from it. Train it longer, or give the normalisation that belongs to it (vecnormalize)."
-            )
         training, held_out = split(data, VALIDATION_SHARE, self.seed)
         if self.config.remember:
             training = self.searched(training, teacher)
@@ -145,12 +119,20 @@ class Stages:
 
     def prepared(self, teacher: Teacher) -> Teacher:
         """The teacher to learn from: the one given or, if asked for, what further training or a search makes of it."""
+        if self.shared is None:
+            return self._prepared(teacher, self.directory)
+        with locked(self.shared, wait=True):  # the first student to come makes it, and the others wait and read it
+            if (self.shared / HARDENED).is_dir():
+                remove_leftovers(self.shared / HARDENED)
+            return self._prepared(teacher, self.shared)
+
+    def _prepared(self, teacher: Teacher, folder: Path) -> Teacher:
         if self.config.harden is not None:
             with self._stage("teacher", "Hardening the teacher") as progress:
-                teacher = hardened(teacher, self.env_id, self.config.harden, self.shared / "hardened", progress)
+                teacher = hardened(teacher, self.env_id, self.config.harden, folder / HARDENED, progress)
         if self.config.steady is not None:
             with self._stage("teacher", "Steadying the teacher") as progress:
-                teacher = steadied(teacher, self.env_id, self.config.steady, self.shared, progress)
+                teacher = steadied(teacher, self.env_id, self.config.steady, folder, progress)
         return teacher
 
     def _finish(
@@ -257,30 +239,35 @@ class Stages:
             write_json(self.directory / "memory.json", small.to_json())
             return small.policy
 
-    def teacher(self, source: Any = None, vecnormalize: Any = None, allow_pickle: bool = False) -> Teacher:
+    def teacher(self, given: Teacher | None = None, log: dict[str, Any] | None = None) -> Teacher:
+        """The one given, kept with the log of its training; or one that is trained now."""
         folder = self.directory / "teacher"
-        if source is None:
+        if given is None:
             with self._stage("teacher", "Training the teacher") as progress:
                 trained = train_teacher(self.env_id, self.config.teacher_config, folder, self.seed, progress)
             check_eps(trained, describe(self.env_id), self.config.eps)  # its units are known only now
             return trained
-        # Where actions are merged, the student learns the agent's own greedy play.
-        teacher = load_teacher(source, self.env_id, vecnormalize=vecnormalize, allow_pickle=allow_pickle, merge="max")
-        check_eps(teacher, describe(self.env_id), self.config.eps)
-        if teacher.architecture is not None:
-            teacher.save(folder)
-            log = Path(source) / LOG_FILE if isinstance(source, (str, Path)) else None
-            if log is not None and log.is_file():  # how it was trained, for whoever gets the student
-                write_json(folder / LOG_FILE, read_object(log))
-        return teacher
+        if given.architecture is not None:
+            given.save(folder)
+            if log is not None:  # how it was trained, for whoever gets the student
+                write_json(folder / LOG_FILE, log)
+        return given
 
     def demonstrations(self, teacher: Teacher) -> Demonstrations:
         config = replace(self.config.collect, eps_unit=self.config.noise)
-        return self._data(
-            "data",
-            "Collecting states",
-            lambda p: collect(teacher, self.env_id, config, self.seed, progress=p),
-        )
+
+        def collected(progress: Report) -> Demonstrations:
+            data = collect(teacher, self.env_id, config, self.seed, progress=progress)
+            check_splits(data)  # what nothing can be learned from is not kept: it would be in the way of better data
+            # A memory keeps what was played, not labels.
+            if len(np.unique(data.actions)) == 1 and not self.config.remember:
+                raise SortRLError(
+                    f"{teacher.name} plays action {data.actions[0]} in all of {len(data)} states, so there is nothing to learn "
+                    "from it. Train it longer, or give the normalisation that belongs to it (vecnormalize)."
+                )
+            return data
+
+        return self._data("data", "Collecting states", collected)
 
     def dagger(
         self, index: int, training: Demonstrations, held_out: Demonstrations, teacher: Teacher
@@ -346,14 +333,3 @@ def _tensorboard(folder: Path) -> Iterator[Report]:
         yield log
     finally:
         writer.close()
-
-
-def plain(value: Any) -> Any:
-    """Tuples as lists, so that a record equals itself after a round trip through JSON."""
-    if isinstance(value, dict):
-        return {key: plain(item) for key, item in value.items()}
-    return [plain(item) for item in value] if isinstance(value, (list, tuple)) else value
-
-
-def _now() -> str:
-    return datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
+import shutil
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
-
-from torch import nn
 
 from sortrl import provenance
 from sortrl.attacks import Aimed, Attack, by_name, suite
@@ -17,7 +15,8 @@ from sortrl.attacks.suites import is_black_box
 from sortrl.envs import describe
 from sortrl.errors import SortRLError
 from sortrl.evaluate import evaluate
-from sortrl.files import read_json, write_json
+from sortrl.files import read_object, write_json
+from sortrl.identity import differences, fingerprint, named
 from sortrl.progress import stage
 from sortrl.records import PROTOCOL, Policy, stored_rows
 from sortrl.timing import CriticalPoints, Strategic, Timing
@@ -105,6 +104,7 @@ def evaluate_suite(
     adversary_steps: int = ADVERSARY_STEPS,
     quiet: bool = True,
     play: Collection[str] = ("student", "teacher"),
+    again: bool = False,
 ) -> SuiteResult:
     """Play clean and under every attack of a suite, the student and (if there is one) its teacher, on the same episodes.
 
@@ -112,14 +112,15 @@ def evaluate_suite(
     "learned" for an adversary that is trained against each agent. ``path`` is where the
     result is written, point by point: the same call goes on where it was stopped. An agent without gradients meets only
     the attacks that need none, and ``skipped`` says so. ``play`` leaves out an agent whose rows are known already; attacks on
-    the student may still go by way of the teacher.
+    the student may still go by way of the teacher. A file of other agents, episodes or seeds is refused or, with ``again``, replaced.
     """
     if not eps_units or not all(0 < eps < float("inf") for eps in eps_units):
         raise SortRLError(f"evaluate_suite: eps {list(eps_units)}, expected one or more finite numbers > 0.")
     agents = {"student": policy} | ({} if teacher is None else {"teacher": teacher})
     attacks = entries(chosen, teacher, env_id, policy)
     name = chosen if isinstance(chosen, str) else ", ".join(chosen)
-    file = _File(None if path is None else Path(path), _identity(env_id, episodes, seed, agents, adversary_steps))
+    identity = _identity(env_id, episodes, seed, agents, adversary_steps)
+    file = _File(None if path is None else Path(path), identity, again)
     agents = {agent: player for agent, player in agents.items() if agent in play}
     result = SuiteResult(
         env_id, name, tuple(dict.fromkeys(map(float, eps_units))), episodes, seed, (), _spared(agents, attacks)
@@ -256,35 +257,29 @@ def _identity(
         "env_id": env_id,
         "episodes": episodes,
         "seed": seed,
-        "agents": {name: _fingerprint(policy) for name, policy in agents.items()},
+        "agents": {name: fingerprint(policy) for name, policy in agents.items()},
         "adversary_steps": adversary_steps,
     }
-
-
-def _fingerprint(policy: Policy) -> str:
-    """Tells one set of weights from another; a plain callable has none, so its name must do."""
-    if not isinstance(policy, nn.Module):
-        return type(policy).__name__
-    digest = hashlib.sha256(str(getattr(policy, "name", "")).encode())
-    for name, tensor in sorted(policy.state_dict().items()):
-        digest.update(name.encode() + tensor.detach().cpu().contiguous().numpy().tobytes())
-    return digest.hexdigest()[:16]
 
 
 class _File:
     """The result on disk, if it is to be kept: rows that are there need not be played again."""
 
-    def __init__(self, path: Path | None, identity: dict[str, Any]) -> None:
+    def __init__(self, path: Path | None, identity: dict[str, Any], again: bool = False) -> None:
         self.path = path
         self.identity = identity
         self.rows: list[Row] = []
         if path is not None and path.exists():
-            document = read_json(path)
-            if not isinstance(document, dict) or document.get("identity") != identity:
+            document = read_object(path)
+            found = differences(document.get("identity"), identity)
+            if found and not again:
                 raise SortRLError(
-                    f"{path} holds the result of other agents, episodes or seeds. Choose another file, or delete it."
+                    f"{path} holds the result of other agents, episodes or seeds: {named(found)}. Choose another file, or delete it."
                 )
-            self.rows = stored_rows(document.get("rows"), path)
+            if not found:
+                self.rows = stored_rows(document.get("rows"), path)
+            elif {one.field for one in found} != {"episodes"} and self.directory is not None:
+                shutil.rmtree(self.directory, ignore_errors=True)  # adversaries of other agents, or of other training
 
     @property
     def directory(self) -> Path | None:

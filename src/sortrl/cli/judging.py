@@ -36,11 +36,11 @@ def evaluate(
     from sortrl import attacks
     from sortrl.evaluate import evaluate as play
     from sortrl.files import write_json
-    from sortrl.pipeline import open_run
     from sortrl.progress import stage
+    from sortrl.run import read_run
 
     use_threads(threads)
-    env_id, policy, teacher = open_run(run)
+    env_id, policy, teacher = read_run(run)
     check_each_eps(policy, env_id, eps)
     chosen, rows = attacks.by_name(attack), []
     print(f"{'policy':<10}{'attack':<10}{'eps':>8}{'return':>20}{'changed':>10}{'certified':>11}")
@@ -83,11 +83,11 @@ def attack(
         json: Write the result here, point by point; the same command goes on where it was stopped.
     """
     from sortrl.checks import check_run
-    from sortrl.pipeline import open_run
+    from sortrl.run import read_run
     from sortrl.suite import evaluate_suite, table
 
     use_threads(threads)
-    env_id, policy, teacher = open_run(run)
+    env_id, policy, teacher = read_run(run)
     check_each_eps(policy, env_id, eps)
     result = evaluate_suite(
         policy, teacher, env_id, suite, eps, episodes, seed, path=json, quiet=not sys.stderr.isatty()
@@ -136,11 +136,11 @@ def certify(
     from sortrl.certification import FIGURE, certification
     from sortrl.envs import describe
     from sortrl.files import write_json
-    from sortrl.pipeline import open_run
     from sortrl.progress import stage
+    from sortrl.run import read_run
 
     use_threads(threads)
-    env_id, policy, _ = open_run(run)
+    env_id, policy, _ = read_run(run)
     check_each_eps(policy, env_id, eps)
     chosen = None if attack == "none" else attacks.by_name(attack)
     with stage("Certifying episodes", quiet=not sys.stderr.isatty()) as progress:

@@ -42,12 +42,12 @@ def watch(
     from sortrl.evaluate import episode_seeds
     from sortrl.files import read_json, write_json
     from sortrl.film import film
-    from sortrl.pipeline import open_run, trained_eps
     from sortrl.report.page import FILM
+    from sortrl.run import read_run, trained_eps
     from sortrl.watch import play
 
     use_threads(threads)
-    env_id, policy, _ = open_run(run)
+    env_id, policy, _ = read_run(run)
     size = trained_eps(run) if eps is None else eps
     check_each_eps(policy, env_id, (size,))
     path = out or output_folder(run) / FILM
@@ -93,9 +93,9 @@ def export(run: Annotated[Path, tyro.conf.Positional], onnx: Path) -> None:
     """
     from sortrl.nets import sort_layers_only
     from sortrl.nets.export import export_onnx
-    from sortrl.pipeline import open_run
+    from sortrl.run import read_run
 
-    export_onnx(sort_layers_only(open_run(run)[1], "Exporting to ONNX"), onnx)
+    export_onnx(sort_layers_only(read_run(run)[1], "Exporting to ONNX"), onnx)
     print(f"onnx: {onnx}")
 
 

@@ -22,12 +22,12 @@ from sortrl.distill import DistillConfig, _initial_policy, _optimizer
 from sortrl.files import read_json
 from sortrl.nets import HybridPolicy, RoundedPolicy, SortPolicy, load
 from sortrl.normalizer import Normalizer
-from sortrl.pipeline import open_run, trained_eps
 from sortrl.publish import described, publish, summed_up
 from sortrl.records import stored_rows
 from sortrl.reliability import mutations
 from sortrl.reliability.tiny import ENV, TEACHER, tiny_run
 from sortrl.report.page import FILM, _film_in
+from sortrl.run import read_run, trained_eps
 from sortrl.suite import _File
 from sortrl.teachers import Teacher, load_normalizer, load_teacher
 from sortrl.teachers.architecture import Architecture
@@ -185,7 +185,7 @@ def _read_results(file: Path) -> object:
 
 
 def _read_run(file: Path) -> object:
-    return open_run(file.parent), trained_eps(file.parent)
+    return read_run(file.parent), trained_eps(file.parent)
 
 
 def _entry(run: Path, work: Path) -> Path:

@@ -25,11 +25,12 @@ from sortrl.envs.registry import STICKY as STICKY_ACTIONS
 from sortrl.errors import SortRLError
 from sortrl.evaluate import evaluate
 from sortrl.files import locked
+from sortrl.identity import fingerprint
 from sortrl.nets import CertifiedPolicy
-from sortrl.pipeline import Run, open_run
 from sortrl.reproduce import quoted
-from sortrl.reproduce.cells import CellTable, Found, cell_text, figure, file_name, fingerprint, measured
+from sortrl.reproduce.cells import CellTable, Found, cell_text, figure, file_name, measured
 from sortrl.reproduce.figure1 import Scale
+from sortrl.run import open_run, read_run
 from sortrl.teachers import PQN_TEACHERS, Teacher, load_teacher, quantized, train_teacher
 from sortrl.teachers.teacher import FILE_NAME
 
@@ -179,9 +180,8 @@ def student_of(game: str, agent: str, teacher: Teacher, work: Path, scale: Scale
     if scale == "smoke" and config.polish is not None:
         config = replace(config, polish=replace(config.polish, **SMOKE_TRAINING))
     directory = work / "students" / (f"{game}-{scale}" + ("" if preset == "fast" else f"-{preset}"))
-    with locked(directory):  # both tables may be under way
-        run = Run(directory, env_id_of(game), config, 0, quiet=False)
-        run.claim(f"{TEACHER}, {fingerprint(teacher)}")
+    source = f"{TEACHER}, {fingerprint(teacher)}"
+    with open_run(directory, env_id_of(game), config, 0, teacher, source, quiet=False) as run:
         return run.student(teacher)
 
 
@@ -192,7 +192,7 @@ def _from_zoo(game: str) -> tuple[dict[str, CertifiedPolicy], Teacher] | None:
     for name in zoo.names():
         if zoo.card(zoo.entry(name)).get("env") != env_id_of(game):
             continue
-        _, student, teacher = open_run(Path(f"{zoo.PREFIX}{name}"))
+        _, student, teacher = read_run(Path(f"{zoo.PREFIX}{name}"))
         agents = [agent for agent, preset in OURS.items() if preset == zoo.card(zoo.entry(name)).get("preset")]
         if teacher is None or len(agents) != 1 or agents[0] in students:
             raise SortRLError(f"{zoo.PREFIX}{name}: expected one student of {game} for each preset, with its teacher.")

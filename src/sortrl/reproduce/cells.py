@@ -7,7 +7,6 @@ weights, so that a table never mixes two students of one game.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -19,6 +18,7 @@ from sortrl import provenance
 from sortrl.certify import certified_shares, proven_mean
 from sortrl.errors import SortRLError
 from sortrl.files import read_json, read_object, write_json
+from sortrl.identity import fingerprint
 from sortrl.records import EvalResult
 
 Found = dict[str, Any]
@@ -150,7 +150,7 @@ class CellTable(Generic[C]):
             progress(f"{self.name}: {cell.name}: {figure(found['mean'])}, {done}")
         return results
 
-    def _check_same(self, game: str, agents: dict[str, str]) -> None:
+    def _check_same(self, game: str, agents: Mapping[str, str]) -> None:
         """Refuse another agent than the one of the same name that cells of this game go back to."""
         for entry in self.found():
             known = entry.get("agents", {entry["cell"]["agent"]: "unknown"})
@@ -160,19 +160,6 @@ class CellTable(Generic[C]):
                         f"{self.path} or {self.folder} holds cells of another {name} of {game}, and a table must not mix them. "
                         "Give that agent, name another --out and --work, or delete those cells."
                     )
-
-
-def fingerprint(network: nn.Module) -> str:
-    """What tells two agents apart: a hash of their weights.
-
-    >>> fingerprint(nn.Identity())[:8], fingerprint(nn.Linear(1, 1)) == fingerprint(nn.Linear(1, 1))
-    ('e3b0c442', False)
-    """
-    digest = hashlib.sha256()
-    for name, tensor in sorted(network.state_dict().items()):
-        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype} ".encode())
-        digest.update(tensor.detach().cpu().contiguous().numpy().tobytes())
-    return digest.hexdigest()
 
 
 def _where() -> dict[str, str]:

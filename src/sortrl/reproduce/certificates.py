@@ -10,10 +10,11 @@ from typing import Any
 from sortrl import certificate_study
 from sortrl.config import robustify_config
 from sortrl.errors import SortRLError
+from sortrl.files import locked
 from sortrl.nets import CertifiedPolicy, SortPolicy
-from sortrl.pipeline import Run
 from sortrl.reproduce.figure1 import Scale, Unit, agent_of
 from sortrl.reproduce.settings import PLANS, TASKS
+from sortrl.run import open_run
 from sortrl.teachers import teacher_preset, train_teacher
 
 # States per task, the clean episodes they are drawn from, and boxes that the complete search may open for each.
@@ -52,5 +53,8 @@ def _of_images(scale: Scale, work: Path) -> CertifiedPolicy:
     if scale == "smoke":
         preset = replace(preset, total_steps=4096, eval_every=4096)
     name = IMAGES.replace("/", "-")
-    teacher = train_teacher(IMAGES, preset, work / "teachers" / name if scale != "smoke" else work / scale / name)
-    return Run(work / scale / "students" / name, IMAGES, config, 0).student(teacher)
+    folder = work / "teachers" / name if scale != "smoke" else work / scale / name
+    with locked(folder):
+        teacher = train_teacher(IMAGES, preset, folder)
+    with open_run(work / scale / "students" / name, IMAGES, config, 0, teacher) as run:
+        return run.student(teacher)

@@ -93,8 +93,8 @@ class _Source:
 
 def _source(game: str, work: Path, published: Path | None, scale: Scale, progress: Callable[[str], None]) -> _Source:
     teacher = teacher_of(game, work, published, progress)
-    run = student_run(game, MEMORY, work, scale)
-    training, _ = split(run.demonstrations(teacher), VALIDATION_SHARE, run.seed)
+    with student_run(game, MEMORY, work, scale, teacher) as run:
+        training, _ = split(run.demonstrations(teacher), VALIDATION_SHARE, run.seed)
     settings = run.config.distill
     return _Source(
         teacher, training, lambda episodes: remember(episodes, teacher.normalizer, settings.pool, settings.crop)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from sortrl.config import RobustifyConfig, robustify_config
+from sortrl.config import RobustifyConfig
 from sortrl.errors import SortRLError
 from sortrl.files import read_object
+from sortrl.identity import differences
 
 
 def earlier_units(path: Path, scale: str) -> list[dict[str, Any]]:
@@ -30,29 +29,12 @@ def earlier_units(path: Path, scale: str) -> list[dict[str, Any]]:
 def is_current(stored: dict[str, Any] | None, config: RobustifyConfig | None) -> bool:
     """Whether settings as a unit has them in its file are those of today.
 
-    A file that is older than a setting does not mention it, and was made without it.
-
+    >>> from sortrl.config import robustify_config
+    >>> from sortrl.identity import plain
     >>> config = robustify_config("CartPole-v1", 0.2, train_teacher=False)
-    >>> stored = asdict(config)
+    >>> stored = plain(config)
     >>> del stored["start_radius"]
     >>> is_current(stored, config), is_current(stored, robustify_config("CartPole-v1", 0.1, train_teacher=False))
     (True, False)
     """
-    if stored is None or config is None:
-        return stored is None and config is None
-    off = robustify_config("", config.eps, config.preset, train_teacher=False)
-    return _completed(_as_json(off), _as_json(stored)) == _as_json(config)
-
-
-def _completed(base: dict[str, Any], stored: dict[str, Any]) -> dict[str, Any]:
-    """What is stored, and for what is not mentioned what ``base`` says; without settings that were given up and were off."""
-    result = {**base, **{name: value for name, value in stored.items() if name in base or value}}
-    for name, value in base.items():
-        if isinstance(value, dict) and isinstance(result[name], dict):
-            result[name] = _completed(value, result[name])
-    return result
-
-
-def _as_json(config: RobustifyConfig | dict[str, Any]) -> dict[str, Any]:
-    document: dict[str, Any] = json.loads(json.dumps(asdict(config) if isinstance(config, RobustifyConfig) else config))
-    return document
+    return not differences(stored, config)

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from sortrl.errors import SortRLError
+from sortrl.files import locked
 from sortrl.teachers import Teacher, load_teacher, teacher_preset, train_teacher
 
 # Published agent and its statistics; None: the agent takes raw observations.
@@ -42,4 +43,6 @@ def expert(protocol: str, task: str, work: Path, published: Path | None) -> Teac
         return load_teacher(published / archive, task, vecnormalize=vecnormalize, allow_pickle=True)
     normalise = protocol == "normalised" or statistics is not None
     config = replace(teacher_preset(task), normalize_obs=normalise)
-    return train_teacher(task, config, work / "teachers" / f"{task}-{'normalised' if normalise else 'raw'}")
+    folder = work / "teachers" / f"{task}-{'normalised' if normalise else 'raw'}"
+    with locked(folder, wait=True):  # of several units that need it, the first to come trains it
+        return train_teacher(task, config, folder)

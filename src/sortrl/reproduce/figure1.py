@@ -28,14 +28,14 @@ from sortrl.config import RobustifyConfig, robustify_config
 from sortrl.errors import SortRLError
 from sortrl.evaluate import evaluate_curve
 from sortrl.files import read_json, write_json
+from sortrl.identity import fingerprint
 from sortrl.nets import CertifiedPolicy
-from sortrl.pipeline import SLOTS, Run
 from sortrl.records import Policy
 from sortrl.report.figures import panels, save
-from sortrl.reproduce.cells import fingerprint
 from sortrl.reproduce.earlier import earlier_units, is_current
 from sortrl.reproduce.experts import expert, find_teachers
 from sortrl.reproduce.settings import EPS_GRID, PLANS, PRINTED_EPS, PROTOCOLS, SETTINGS, TASKS, Plan
+from sortrl.run import SLOTS, open_run
 from sortrl.suite import evaluate_suite
 from sortrl.teachers import Teacher
 
@@ -103,9 +103,9 @@ def agent_of(unit: Unit, plan: Plan, work: Path, folder: Path, published: Path |
     if unit.agent == "expert":
         return teacher
     directory = folder / "students" / f"{unit.protocol}-{unit.task}-{unit.agent}-{unit.seed}"
-    run = Run(directory, unit.task, config_of(unit, plan), unit.seed, shared=_shared(unit, folder))
-    run.claim(teacher.name)  # a student of other settings that lies there is not this one
-    return run.student(teacher)
+    config, shared = config_of(unit, plan), _shared(unit, folder)
+    with open_run(directory, unit.task, config, unit.seed, teacher, shared=shared) as run:
+        return run.student(teacher)
 
 
 def _shared(unit: Unit, folder: Path) -> Path:
@@ -180,12 +180,10 @@ def fig1(
     def missing() -> list[Unit]:
         return [unit for unit in wanted if task in (None, unit.task) and not (folder / f"{unit.name}.json").exists()]
 
-    # Experts, and what students learn from, are made once here, not by two workers at the same time.
+    # Experts are made here: a worker that waits for another to make one does nothing else.
     for protocol, name in dict.fromkeys((unit.protocol, unit.task) for unit in missing()):
         teacher = expert(protocol, name, work, published)
         _drop_others(wanted, protocol, name, fingerprint(teacher), published is not None, folder)
-        first = Unit(protocol, name, "ours", 0)
-        Run(_shared(first, folder), name, config_of(first, plan), 0).prepared(teacher)
     todo = missing()
     progress(f"fig1: {len(wanted)} units, {len(todo)} to be computed now")
     # Suites meet students that were trained for the curves, and take as long again: the figure is drawn before and after.

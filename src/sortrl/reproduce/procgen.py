@@ -7,6 +7,7 @@ of each cell how many episodes it has, and which cells are not computed yet.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -14,13 +15,14 @@ from typing import Any, Literal
 from sortrl import attacks, zoo
 from sortrl.config import Preset, robustify_config
 from sortrl.evaluate import evaluate
+from sortrl.files import locked
 from sortrl.nets import CertifiedPolicy
-from sortrl.pipeline import Run, open_run
 from sortrl.records import Policy
 from sortrl.reproduce import quoted
 from sortrl.reproduce.cells import CellTable, cell_text, figure, file_name, measured
 from sortrl.reproduce.experts import find_folder
 from sortrl.reproduce.figure1 import Scale
+from sortrl.run import Run, open_run, read_run
 from sortrl.search import SearchConfig
 from sortrl.teachers import Teacher, load_teacher, sampled, teacher_preset, train_teacher
 
@@ -112,7 +114,9 @@ def teacher_of(game: str, work: Path, published: Path | None, progress: Callable
     if shipped is not None:
         return shipped
     progress(f"{game}: training a teacher, or reading the trained one")
-    return train_teacher(env_id, teacher_preset(env_id), work / "teachers" / game)
+    folder = work / "teachers" / game
+    with locked(folder):
+        return train_teacher(env_id, teacher_preset(env_id), folder)
 
 
 def _from_zoo(game: str, agent: str) -> tuple[CertifiedPolicy | None, Teacher | None]:
@@ -120,7 +124,7 @@ def _from_zoo(game: str, agent: str) -> tuple[CertifiedPolicy | None, Teacher | 
     name = game.lower() + ZOO[agent]
     if name not in zoo.names():
         return None, None
-    _, student, teacher = open_run(Path(f"{zoo.PREFIX}{name}"))
+    _, student, teacher = read_run(Path(f"{zoo.PREFIX}{name}"))
     return student, teacher
 
 
@@ -128,21 +132,25 @@ def student_of(
     game: str, agent: str, work: Path, published: Path | None, scale: Scale, progress: Callable[[str], None]
 ) -> CertifiedPolicy:
     """One of our students: made now, continued, or read back; or the one in the zoo."""
-    run = student_run(game, agent, work, scale)
     student, teacher = _from_zoo(game, agent)
     same_teacher = teacher is not None or (published is not None and TEACHER in PUBLISHED[game])
-    if student is not None and same_teacher and scale != "smoke" and not run.directory.exists():
+    if student is not None and same_teacher and scale != "smoke" and not _folder(game, agent, work, scale).exists():
         return student
-    return run.student(teacher_of(game, work, published, progress))
+    teacher = teacher_of(game, work, published, progress)
+    with student_run(game, agent, work, scale, teacher) as run:
+        return run.student(teacher)
 
 
-def student_run(game: str, agent: str, work: Path, scale: Scale) -> Run:
+def _folder(game: str, agent: str, work: Path, scale: Scale) -> Path:
+    return work / "students" / (f"{game}-{scale}" + ("" if OURS[agent] == "fast" else f"-{OURS[agent]}"))
+
+
+def student_run(game: str, agent: str, work: Path, scale: Scale, teacher: Teacher) -> AbstractContextManager[Run]:
     """The run that makes one of our students."""
     env_id, preset = f"sortrl/{game}-train-v0", OURS[agent]
     tiny: dict[str, Any] = {"steps": 20, "dagger_rounds": 0, "search": SearchConfig()} if scale == "smoke" else {}
     config = robustify_config(env_id, preset=preset, train_teacher=False, **tiny)
-    folder = f"{game}-{scale}" + ("" if preset == "fast" else f"-{preset}")
-    return Run(work / "students" / folder, env_id, config, 0, quiet=False)
+    return open_run(_folder(game, agent, work, scale), env_id, config, 0, teacher, quiet=False)
 
 
 def procgen_table(

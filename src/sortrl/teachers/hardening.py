@@ -22,10 +22,11 @@ from torch import Tensor, nn
 from sortrl.checkpoint import Checkpoint, damage_named, part, prefixed
 from sortrl.envs import EnvInfo, EnvSlots, Episode, Fleet, describe, play_episodes
 from sortrl.errors import SortRLError
+from sortrl.identity import fingerprint
 from sortrl.teachers.grading import Progress, one_thread
 from sortrl.teachers.load import check_fit
 from sortrl.teachers.proximal import Rollout, improve, size_of_returns
-from sortrl.teachers.teacher import Teacher, fingerprint
+from sortrl.teachers.teacher import Teacher
 
 CHECKED = 4  # states of the training that are compared with the teacher on fresh episodes at the end
 CRITIC = 128  # width of its two hidden layers

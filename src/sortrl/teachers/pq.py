@@ -22,11 +22,12 @@ from sortrl.checkpoint import Checkpoint
 from sortrl.envs import EnvInfo, Fleet, ParallelFleet, Predicts
 from sortrl.errors import SortRLError
 from sortrl.files import write_json
+from sortrl.identity import fingerprint
 from sortrl.normalizer import Normalizer
 from sortrl.teachers.architecture import Architecture
 from sortrl.teachers.config import PQNConfig
 from sortrl.teachers.grading import LOG_FILE, Progress, generators_restored, grade, one_thread
-from sortrl.teachers.teacher import Teacher, fingerprint
+from sortrl.teachers.teacher import Teacher
 
 MAX_GRAD_NORM = 10.0
 RECENT = 100  # training episodes whose mean return is reported

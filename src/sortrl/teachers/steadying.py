@@ -21,10 +21,11 @@ from sortrl.checkpoint import damage_named
 from sortrl.envs import EnvSlots, Episode, play_episodes
 from sortrl.errors import SortRLError
 from sortrl.files import read_tensors, write_tensors
+from sortrl.identity import check_same, fingerprint
 from sortrl.teachers.evolution import STATE, Evolution
 from sortrl.teachers.grading import one_thread
 from sortrl.teachers.load import check_fit
-from sortrl.teachers.teacher import Teacher, fingerprint
+from sortrl.teachers.teacher import Teacher
 
 FORMAT = "sortrl-steadying-1"
 FILE_NAME = "steadying.safetensors"
@@ -258,8 +259,10 @@ def _restored(search: Evolution, path: Path | None, identity: dict[str, Any]) ->
     if path is None or not path.exists():
         return []
     tensors, metadata = read_tensors(path)
-    if metadata.get("format") != FORMAT or metadata.get("identity") != identity:
-        raise SortRLError(f"{path} belongs to another search. Use another directory, or delete it to start over.")
+    advice = "Use another directory, or delete it to start over."
+    if metadata.get("format") != FORMAT:
+        raise SortRLError(f"{path} has format {metadata.get('format')!r}, expected {FORMAT!r}. {advice}")
+    check_same(metadata.get("identity"), identity, f"{path} belongs to another search", advice)
     with damage_named(path, "Delete it to start this search over."):
         search.restore({name: tensors[name].numpy() for name in (*STATE, "counts")})
         kept = [tensors[f"kept.{number}"].double().numpy() for number in range(len(tensors) - len(STATE) - 1)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from pathlib import Path
 from typing import Any
 
@@ -148,12 +147,6 @@ class Teacher(nn.Module):
             str(metadata.get("algorithm")),
             architecture,
         )
-
-
-def fingerprint(network: nn.Module) -> str:
-    """Tells one set of weights from another."""
-    parts = [tensor.double().contiguous().numpy().tobytes() for tensor in network.state_dict().values()]
-    return hashlib.sha256(b"".join(parts)).hexdigest()[:16]
 
 
 class CallableBody(nn.Module):

@@ -9,7 +9,6 @@ from __future__ import annotations
 import random
 import warnings
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ from sortrl.envs.info import make_env
 from sortrl.envs.procgen import ProcgenEnv
 from sortrl.errors import SortRLError
 from sortrl.files import read_object, read_tensors, write_json, write_tensors
+from sortrl.identity import check_same, plain
 from sortrl.memory import require
 from sortrl.teachers.config import ImagePPOConfig, PQNConfig, TeacherConfig, continued, teacher_preset
 from sortrl.teachers.grading import LOG_FILE, Progress, generators_restored, grade, one_thread
@@ -61,8 +61,7 @@ def train_teacher(
         return train_pqn(info, config, out_dir, seed, progress, processes, start)
     if start is not None:
         raise SortRLError(f"train_teacher: only pqn can go on from an earlier agent, not {config.algorithm}.")
-    settings = {name: list(v) if isinstance(v, tuple) else v for name, v in asdict(config).items()}  # as JSON has them
-    identity = {"env_id": info.env_id, "seed": int(seed), "config": settings}
+    identity = plain({"env_id": info.env_id, "seed": int(seed), "config": config})
     record: dict[str, Any] = {"identity": identity, "segment": 0, "history": [], "best": None, "done": False}
     out = Path(out_dir) if out_dir is not None else None
     if out is not None and _is_finished(out / LOG_FILE, identity):
@@ -265,12 +264,12 @@ def _read_state(path: Path, identity: dict[str, Any]) -> tuple[dict[str, Tensor]
 
 
 def _check_identity(found: Any, identity: dict[str, Any], path: Path) -> None:
-    if found != identity:
-        other = found if isinstance(found, dict) else {}
-        raise SortRLError(
-            f"{path.parent} holds the training of {other.get('env_id')} with seed {other.get('seed')} and other settings "
-            f"than asked for now ({identity['env_id']}, seed {identity['seed']}). Choose another directory, or delete it."
-        )
+    check_same(
+        found,
+        identity,
+        f"{path.parent} holds a training with other settings",
+        "Choose another directory, or delete it.",
+    )
 
 
 def _mixed(seed: int, part: int) -> int:
