@@ -9,6 +9,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import re
 import stat
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -16,6 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import safetensors
 import safetensors.torch
 import torch
@@ -23,7 +25,11 @@ from torch import Tensor
 
 from sortrl.errors import SortRLError
 
-LARGEST_JSON = 64 * 2**20  # the largest document of a run has a few megabytes
+LARGEST_JSON = 16 * 2**20  # the largest document of a run has a few megabytes
+# A value takes up to a hundred times the memory of its text: without a bound, 64 MB of "[" and "," became gigabytes.
+_MOST_VALUES, _MOST_HEADER_VALUES, _DEEPEST = 1_000_000, 100_000, 100
+_OPENING, _CLOSING = np.frombuffer(b"[{", np.uint8), np.frombuffer(b"]}", np.uint8)
+_JSON_TEXT = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"?', re.DOTALL)  # the closing quote is optional: never tried twice
 # What numpy knows too. Other types (bfloat16, 8-bit floats) are valid safetensors, but nothing here writes them.
 _MOST_DIMENSIONS, _LARGEST_SIZE = 16, 2**40
 _FLOATS = (torch.float64, torch.float32, torch.float16)
@@ -120,12 +126,26 @@ def regular_file(path: str | Path, largest: int | None = None) -> Path:
     return file
 
 
-def parse_json(text: str | bytes, where: str | Path) -> Any:
-    """``json.loads`` with one kind of error, also for text that nests too deeply for the parser."""
+def parse_json(content: str | bytes, where: str | Path) -> Any:
+    """``json.loads`` with one kind of error, for text whose size, depth and number of values are bounded before it is parsed."""
     try:
+        text = content if isinstance(content, str) else content.decode("utf-8")
+        if len(text) > LARGEST_JSON:
+            raise ValueError(f"{len(text)} characters, expected at most {LARGEST_JSON}")
+        check_json(text)
         return json.loads(text)
     except (ValueError, RecursionError) as error:
         raise SortRLError(f"{where} is not valid JSON ({error}). It may be damaged: write it again.") from error
+
+
+def check_json(text: str, most: int = _MOST_VALUES) -> None:
+    """Raise ValueError for JSON with more values, or nested more deeply, than anything that sortrl reads."""
+    bare = np.frombuffer(_JSON_TEXT.sub("", text).encode("utf-8", "replace"), np.uint8)
+    steps = np.isin(bare, _OPENING).astype(np.int8) - np.isin(bare, _CLOSING).astype(np.int8)
+    values = int((bare == ord(",")).sum() + (steps > 0).sum())
+    depth = int(np.cumsum(steps[steps != 0], dtype=np.int32).max(initial=0))
+    if values > most or depth > _DEEPEST:
+        raise ValueError(f"{values} values nested {depth} deep, expected at most {most} values, {_DEEPEST} deep")
 
 
 def read_json(path: str | Path) -> Any:
@@ -157,10 +177,20 @@ def write_tensors(path: str | Path, tensors: Mapping[str, Tensor], metadata: Map
             raise OSError(str(error)) from error
 
 
+def _check_header(file: Path) -> None:
+    """Before the library parses it: it reads 100 MB of header, which can declare a million empty tensors."""
+    with file.open("rb") as opened:
+        size = int.from_bytes(opened.read(8), "little")
+        if size > LARGEST_JSON:
+            raise ValueError(f"a header of {size} bytes, expected at most {LARGEST_JSON}")
+        check_json(opened.read(size).decode("utf-8"), _MOST_HEADER_VALUES)
+
+
 def read_tensors(path: str | Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Read what :func:`write_tensors` wrote: tensors and metadata."""
     file = regular_file(path)
     try:
+        _check_header(file)
         with safetensors.safe_open(str(file), framework="pt") as opened:
             text = (opened.metadata() or {}).get("sortrl", "{}")
             tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 (not a dict)
