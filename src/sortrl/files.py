@@ -27,7 +27,6 @@ from sortrl.errors import SortRLError
 LARGEST_JSON = 16 * 2**20  # the largest document of a run has a few megabytes
 # A value takes up to a hundred times the memory of its text: without a bound, 64 MB of "[" and "," became gigabytes.
 _MOST_VALUES, _MOST_HEADER_VALUES, _DEEPEST = 1_000_000, 100_000, 100
-_OPENING, _CLOSING = np.frombuffer(b"[{", np.uint8), np.frombuffer(b"]}", np.uint8)
 # What numpy knows too. Other types (bfloat16, 8-bit floats) are valid safetensors, but nothing here writes them.
 _MOST_DIMENSIONS, _LARGEST_SIZE = 16, 2**40
 _FLOATS = (torch.float64, torch.float32, torch.float16)
@@ -141,11 +140,14 @@ def check_json(text: str, most: int = _MOST_VALUES) -> None:
     plain = text.replace("\\\\", "").replace('\\"', "")  # no quote is left but those around strings
     codes = np.frombuffer(plain.encode("utf-8", "replace"), np.uint8)
     bare = codes[np.bitwise_xor.accumulate((codes == ord('"')).view(np.uint8)) == 0]
-    steps = np.isin(bare, _OPENING).astype(np.int8) - np.isin(bare, _CLOSING).astype(np.int8)
-    values = int((bare == ord(",")).sum() + (steps > 0).sum())
-    depth = int(np.cumsum(steps[steps != 0], dtype=np.int32).max(initial=0))
-    if values > most or depth > _DEEPEST:
-        raise ValueError(f"{values} values nested {depth} deep, expected at most {most} values, {_DEEPEST} deep")
+    opening, closing = (bare == ord("[")) | (bare == ord("{")), (bare == ord("]")) | (bare == ord("}"))
+    values = int((bare == ord(",")).sum() + opening.sum())
+    if values > most or closing.sum() > most:
+        raise ValueError(f"{values} values, expected at most {most}")
+    steps = opening[opening | closing].astype(np.int32) * 2 - 1
+    depth = int(steps.cumsum().max(initial=0))
+    if depth > _DEEPEST:
+        raise ValueError(f"nested {depth} deep, expected at most {_DEEPEST}")
 
 
 def read_json(path: str | Path) -> Any:

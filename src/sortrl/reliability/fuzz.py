@@ -19,8 +19,8 @@ from typing import Any
 from sortrl import provenance
 from sortrl.errors import SortRLError
 from sortrl.files import read_object, write_json
+from sortrl.reliability.hostile import Trap
 from sortrl.reliability.loaders import Loader, loaders
-from sortrl.reliability.mutations import Trap
 
 Main = Callable[[list[str]], None]
 LONGEST_MESSAGE = 3000

@@ -183,7 +183,11 @@ def pickles() -> dict[str, bytes]:
         "a shape of shared lists": array(plain, shared_lists(), eight),
         "a shape of huge numbers": array(plain, numbers([2**60] * 2 + [0]), b"C\x00"),
         "contents of shared lists": array(plain, numbers([1]), shared_lists()),
-        "a clip of shared lists": b"\x80\x03cgone\nA\n)\x81}(" + text("clip_obs") + shared_lists() + text("obs_rms") + b"Nub.",
+        "a clip of shared lists": b"\x80\x03cgone\nA\n)\x81}("
+        + text("clip_obs")
+        + shared_lists()
+        + text("obs_rms")
+        + b"Nub.",
         "a clip of a thousand digits": b"\x80\x03cgone\nA\n)\x81}"
         + text("clip_obs")
         + b"\x8b"
@@ -191,7 +195,11 @@ def pickles() -> dict[str, bytes]:
         + b"\x7f" * 9000
         + b"sb.",
         "many classes": b"\x80\x02](" + b"".join(b"cgone\nN%d\n" % name for name in range(90_000)) + b"e.",
-        "one text encoded often": b"\x80\x02" + text("x" * 2**20) + b"q\x00](" + b"c_codecs\nencode\nh\x00\x85R" * 5000 + b"e.",
+        "one text encoded often": b"\x80\x02"
+        + text("x" * 2**20)
+        + b"q\x00]("
+        + b"c_codecs\nencode\nh\x00\x85R" * 5000
+        + b"e.",
         "one state for many objects": b"\x80\x02}("
         + b"".join(text(f"{name}") + b"K\x01" for name in range(10_000))
         + b"uq\x00]("
