@@ -26,7 +26,7 @@ from sortrl.errors import SortRLError
 
 LARGEST_JSON = 16 * 2**20  # the largest document of a run has a few megabytes
 # A value takes up to a hundred times the memory of its text: without a bound, 64 MB of "[" and "," became gigabytes.
-_MOST_VALUES, _MOST_HEADER_VALUES, _DEEPEST = 1_000_000, 100_000, 100
+_MOST_VALUES, _MOST_HEADER_VALUES, _DEEPEST = 300_000, 100_000, 100
 # What numpy knows too. Other types (bfloat16, 8-bit floats) are valid safetensors, but nothing here writes them.
 _MOST_DIMENSIONS, _LARGEST_SIZE = 16, 2**40
 _FLOATS = (torch.float64, torch.float32, torch.float16)

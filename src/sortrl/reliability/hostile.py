@@ -145,8 +145,8 @@ def agents(inside: dict[str, bytes]) -> dict[str, bytes]:
         "bytes before it": b"x" + zipped([("policy.pth", policy), ("data", data)]),
         "many members": zipped((f"{number}", b"") for number in range(20_000)),
         "a bomb": zipped([("policy.pth", bytes(2**25))], zipfile.ZIP_DEFLATED),
-        "an understated bzip2": understated([("data", data), ("policy.pth", bytes(2**27))], zipfile.ZIP_BZIP2),
-        "an understated deflate": understated([("data", data), ("policy.pth", bytes(2**27))], zipfile.ZIP_DEFLATED),
+        "an understated bzip2": understated([("data", data), ("policy.pth", bytes(2**25))], zipfile.ZIP_BZIP2),
+        "an understated deflate": understated([("data", data), ("policy.pth", bytes(2**25))], zipfile.ZIP_DEFLATED),
     }
     return found | {name: zipped([("policy.pth", one), ("data", data)]) for name, one in states().items()}
 

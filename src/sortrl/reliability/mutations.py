@@ -37,6 +37,17 @@ HOSTILE: tuple[Any, ...] = (
 BYTES = (b"\x00", b"\xff", b"\x7f", b"\x80", b"{", b"[", b'"', b"\x00" * 8, b"\xff" * 8, b"\xff\xff\xff\x7f")
 
 
+def known(kind: str, content: bytes = b"") -> list[bytes]:
+    """The files of :mod:`~sortrl.reliability.hostile` of one kind, made once for each place where its traps leave their mark."""
+    return _known(kind, content, hostile.Trap.path)
+
+
+@cache
+def _known(kind: str, content: bytes, _: str) -> list[bytes]:
+    arguments = [_members(content)] if content else []
+    return list(getattr(hostile, kind)(*arguments).values())
+
+
 def truncate(content: bytes, rng: Random) -> bytes:
     return content[: rng.randrange(len(content) + 1)]
 
@@ -95,7 +106,7 @@ def edit_json(content: bytes, rng: Random) -> bytes:
 def deep_json(content: bytes, rng: Random) -> bytes:
     """Nested, or of very many values: the whole document, or a value in it."""
     if rng.random() < 0.1:
-        return rng.choice(list(_documents().values()))
+        return rng.choice(known("documents"))
     depth = rng.choice((90, 101, 5000, 200_000))
     nested = rng.choice(
         ("[" * depth, "[" * depth + "]" * depth, '{"a":' * depth + "1" + "}" * depth, "[[]" + ",[]" * depth + "]")
@@ -103,11 +114,6 @@ def deep_json(content: bytes, rng: Random) -> bytes:
     if rng.random() < 0.5:
         return nested.encode()
     return json.dumps(edit(json.loads(content), rng, ("\0nested",))).replace('"\\u0000nested"', nested).encode()
-
-
-@cache
-def _documents() -> dict[str, bytes]:
-    return hostile.documents()
 
 
 def later_version(content: bytes, rng: Random) -> bytes:
@@ -164,7 +170,7 @@ def edit_header(content: bytes, rng: Random) -> bytes:
 def costly_header(content: bytes, rng: Random) -> bytes:
     """A header, or metadata in it, that is nested deeply or holds very many values."""
     if rng.random() < 0.1:
-        return rng.choice(list(_headers().values()))
+        return rng.choice(known("headers"))
     size = int.from_bytes(content[:8], "little")
     header = json.loads(content[8 : 8 + size])
     if rng.random() < 0.5:
@@ -174,11 +180,6 @@ def costly_header(content: bytes, rng: Random) -> bytes:
     else:
         text = deep_json(content[8 : 8 + size], rng)
     return len(text).to_bytes(8, "little") + text + content[8 + size :]
-
-
-@cache
-def _headers() -> dict[str, bytes]:
-    return hostile.headers()
 
 
 def reshape(content: bytes, rng: Random) -> bytes:
@@ -265,7 +266,7 @@ def edit_state(content: bytes, rng: Random) -> bytes:
     damaged = inner | {name: rng.choice(list(BLIND.values()))(inner[name], rng)}
     if rng.random() < 0.2:
         pickled = next(name for name in inner if name.endswith("data.pkl"))
-        damaged = inner | {pickled: rng.choice(list(_pickles().values()))}
+        damaged = inner | {pickled: rng.choice(known("pickles"))}
     return _zipped(damaged)
 
 
@@ -299,13 +300,13 @@ def rename(content: bytes, rng: Random) -> bytes:
     name = rng.choice(list(members))
     other = "".join(rng.choice((letter, letter.swapcase())) for letter in name)
     rest = {one: data for one, data in members.items() if one != name or rng.random() < 0.5}
-    pickled = rng.choice(list(_pickles().values()))
+    pickled = rng.choice(known("pickles"))
     return _zipped({other: rng.choice((members[name], pickled)), **rest})
 
 
 def join(content: bytes, rng: Random) -> bytes:
     """Two files in one: a zip, empty or not, a pickle, or other bytes before or behind it."""
-    pickled = rng.choice(list(_pickles().values()))
+    pickled = rng.choice(known("pickles"))
     other = rng.choice((hostile.EMPTY_ZIP, content, pickled, hostile.legacy(pickled), b"x", bytes(70_000)))
     return rng.choice((content + other, other + content, other + hostile.EMPTY_ZIP))
 
@@ -325,16 +326,6 @@ def views(content: bytes, rng: Random) -> bytes:
     tensor = hostile.tensor(odd_tuple(), odd_tuple(), count, rng.choice(_ODD_SIZES))
     name = rng.choice(("q_net.q_net.0.weight", "model.0.weight", "x" * 10_000))
     return hostile.saved(hostile.state_of(tensor, name), bytes(4 * min(count, 2**14)))
-
-
-@cache
-def _agents(content: bytes) -> dict[str, bytes]:
-    return hostile.agents(_members(content))
-
-
-@cache
-def _states() -> dict[str, bytes]:
-    return hostile.states()
 
 
 def inner(mutation: Mutation) -> Mutation:
@@ -364,7 +355,7 @@ ZIP: dict[str, Mutation] = {
     "two inner files in one": inner(join),
     "repeated or missing numbers": inner(views),
     "data nested too deeply": deep_data,
-    "known attacks": lambda content, rng: rng.choice(list(_agents(content).values())),
+    "known attacks": lambda content, rng: rng.choice(known("agents", content)),
 }
 TORCH: dict[str, Mutation] = {
     **BLIND,
@@ -374,18 +365,13 @@ TORCH: dict[str, Mutation] = {
     "names in another case": rename,
     "two files in one": join,
     "repeated or missing numbers": views,
-    "known attacks": lambda content, rng: rng.choice(list(_states().values())),
+    "known attacks": lambda content, rng: rng.choice(known("states")),
 }
-
-
-@cache
-def _pickles() -> dict[str, bytes]:
-    return hostile.pickles()
 
 
 def trap(content: bytes, rng: Random) -> bytes:
     """Pickles that run code, take years to hash, or ask for terabytes."""
-    return rng.choice(list(_pickles().values()))
+    return rng.choice(known("pickles"))
 
 
 def insert_opcodes(content: bytes, rng: Random) -> bytes:
