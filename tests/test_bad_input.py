@@ -258,7 +258,7 @@ COMMANDS: dict[str, tuple[list[str], str]] = {
     ),
     "certificates that are none": (["verify", "{run}/policy.safetensors"], "It holds no certificates"),
     "a report of nothing": (["report", "{run}/teacher"], "results.json: no such file"),
-    "an unknown part": (["reproduce", "reliability", "--task", "magic"], "expected one of fuzz, crashes, soak"),
+    "an unknown part": (["reproduce", "reliability", "--task", "magic"], "expected one of fuzz, crashes, siege, soak"),
     "a teacher of nothing": (["teach", "NoSuch-v9"], "No environment 'NoSuch-v9'"),
 }
 

@@ -19,11 +19,7 @@ from torch import nn
 from sortrl.errors import SortRLError
 from sortrl.normalizer import Normalizer
 from sortrl.records import Policy
-from sortrl.teachers import (
-    load_normalizer,
-    load_teacher,
-)
-from sortrl.teachers import sb3 as sb3_format
+from sortrl.teachers import archives, load_normalizer, load_teacher
 
 
 @pytest.fixture(autouse=True)
@@ -203,7 +199,7 @@ BAD_AGENTS = [
         None,
         r"shapes .* expected",
     ),
-    (mlp_state(), "not json", "not JSON"),
+    (mlp_state(), "not json", "data member is not valid JSON"),
     (mlp_state(), {"observation_space": {"_shape": [5]}}, "do not fit a first layer with 4 inputs"),
     (mlp_state(), {"policy_kwargs": {"activation_fn": "<class 'my.Snake'>"}}, "'Snake' is not known"),
     (
@@ -227,7 +223,7 @@ def test_bad_agents_are_refused_with_a_reason(tmp_path, state, data, message):
 
 
 def test_a_zip_bomb_is_not_unpacked(tmp_path, monkeypatch):
-    monkeypatch.setattr(sb3_format, "MAX_BYTES", 2**20)
+    monkeypatch.setattr(archives, "MOST_BYTES", 2**20)
     with zipfile.ZipFile(tmp_path / "outer.zip", "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("policy.pth", bytes(2**21))
     inner = io.BytesIO()

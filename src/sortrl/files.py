@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import safetensors
 import safetensors.torch
 import torch
@@ -25,7 +26,9 @@ from torch import Tensor
 
 from sortrl.errors import SortRLError
 
-LARGEST_JSON = 64 * 2**20  # the largest document of a run has a few megabytes
+LARGEST_JSON = 16 * 2**20  # the largest document of a run has a few megabytes
+# A value takes up to a hundred times the memory of its text: without a bound, 64 MB of "[" and "," became gigabytes.
+_MOST_VALUES, _MOST_HEADER_VALUES, _DEEPEST = 300_000, 100_000, 100
 # What numpy knows too. Other types (bfloat16, 8-bit floats) are valid safetensors, but nothing here writes them.
 _MOST_DIMENSIONS, _LARGEST_SIZE = 16, 2**40
 _FLOATS = (torch.float64, torch.float32, torch.float16)
@@ -167,10 +170,13 @@ def regular_file(path: str | Path, largest: int | None = None) -> Path:
     return file
 
 
-def parse_json(text: str | bytes, where: str | Path) -> Any:
-    """``json.loads`` with one kind of error, also for text that nests too deeply for the parser, or for a number that no float
-    can hold."""
+def parse_json(content: str | bytes, where: str | Path) -> Any:
+    """``json.loads`` with one kind of error, for text whose size, depth and number of values are bounded before it is parsed."""
     try:
+        text = content if isinstance(content, str) else content.decode("utf-8")
+        if len(text) > LARGEST_JSON:
+            raise ValueError(f"{len(text)} characters, expected at most {LARGEST_JSON}")
+        check_json(text)
         return json.loads(text, parse_int=_bounded_integer)
     except (ValueError, RecursionError) as error:
         raise SortRLError(f"{where} is not valid JSON ({error}). It may be damaged: write it again.") from error
@@ -181,6 +187,21 @@ def _bounded_integer(text: str) -> int:
     if len(text) > _LONGEST_INTEGER:
         raise ValueError(f"an integer of {len(text)} digits, expected at most {_LONGEST_INTEGER}")
     return int(text)
+
+
+def check_json(text: str, most: int = _MOST_VALUES) -> None:
+    """Raise ValueError for JSON with more values, or nested more deeply, than anything that sortrl reads."""
+    plain = text.replace("\\\\", "").replace('\\"', "")  # no quote is left but those around strings
+    codes = np.frombuffer(plain.encode("utf-8", "replace"), np.uint8)
+    bare = codes[np.bitwise_xor.accumulate((codes == ord('"')).view(np.uint8)) == 0]
+    opening, closing = (bare == ord("[")) | (bare == ord("{")), (bare == ord("]")) | (bare == ord("}"))
+    values = int((bare == ord(",")).sum() + opening.sum())
+    if values > most or closing.sum() > most:
+        raise ValueError(f"{values} values, expected at most {most}")
+    steps = opening[opening | closing].astype(np.int32) * 2 - 1
+    depth = int(steps.cumsum().max(initial=0))
+    if depth > _DEEPEST:
+        raise ValueError(f"nested {depth} deep, expected at most {_DEEPEST}")
 
 
 def read_json(path: str | Path) -> Any:
@@ -212,10 +233,20 @@ def write_tensors(path: str | Path, tensors: Mapping[str, Tensor], metadata: Map
             raise OSError(str(error)) from error
 
 
+def _check_header(file: Path) -> None:
+    """Before the library parses it: it reads 100 MB of header, which can declare a million empty tensors."""
+    with file.open("rb") as opened:
+        size = int.from_bytes(opened.read(8), "little")
+        if size > LARGEST_JSON:
+            raise ValueError(f"a header of {size} bytes, expected at most {LARGEST_JSON}")
+        check_json(opened.read(size).decode("utf-8"), _MOST_HEADER_VALUES)
+
+
 def read_tensors(path: str | Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Read what :func:`write_tensors` wrote: tensors and metadata."""
     file = regular_file(path)
     try:
+        _check_header(file)
         with safetensors.safe_open(str(file), framework="pt") as opened:
             text = (opened.metadata() or {}).get("sortrl", "{}")
             tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 (not a dict)

@@ -85,10 +85,13 @@ def _actions(policy: CertifiedPolicy, states: Any) -> Any:
 
 def _training(log: dict[str, Any]) -> dict[str, Any]:
     """How long the teacher took to the state that was kept, its best."""
-    best = max(log["history"], key=lambda row: float(row["return"]))
-    found = {key: best[key] for key in ("step", "return", "hours") if key in best}
+    try:
+        best = max(log["history"], key=lambda row: float(row["return"]))
+        found = {key: best[key] for key in ("step", "return", "hours") if key in best}
+    except (KeyError, TypeError, ValueError, OverflowError, IndexError) as error:
+        raise SortRLError(f"The teacher's training log lacks a return for each entry ({str(error)[:200]}).") from error
     if "before" in log:  # of an agent that imitates its own best tries
-        found["imitates"] = None if log["before"] is None else _training(log["before"])
+        found["imitates"] = _training(log["before"]) if isinstance(log["before"], dict) else None
     return found
 
 

@@ -192,9 +192,9 @@ def reproduce(
             compute: return of the ProcGen student that remembers, against the states it was made of;
             fig2, fig3: pictures of tables 1 and 3, from what is computed of them (normalised scores; return against eps);
             certificates: how tight the certificates of its students are; reliability: damaged files, kills at random
-            moments, many threads and processes.
+            moments, attacks on certified decisions, many threads and processes.
         task: Only this task; of tables, and of figures 2 and 3, only this game (table1, table3: Freeway, RoadRunner, Pong, BankHeist;
-            table2, table4, compute: Jumper, Coinrun); of reliability, only this part (fuzz, crashes, soak).
+            table2, table4, compute: Jumper, Coinrun); of reliability, only this part (fuzz, crashes, siege, soak).
         agent: Of tables, only the rows of this agent, as the table calls it (for example "sortrl, memory").
         scale: smoke (minutes, to see that it works), cpu (hours on two cores), paper (the printed recipe at full length too).
         out: Where the JSON and the PNG go.

@@ -1,4 +1,5 @@
-"""Campaigns that try to break the package: damaged files, kills at random moments, many threads and processes at once."""
+"""Campaigns that try to break the package: damaged files, kills at random moments, attacks on what is certified, many threads and
+processes at once."""
 
 from __future__ import annotations
 
@@ -15,12 +16,13 @@ from sortrl.errors import SortRLError
 from sortrl.files import read_object, write_json
 from sortrl.reliability.crashes import crashes
 from sortrl.reliability.fuzz import Main, fuzz
+from sortrl.reliability.siege import siege
 from sortrl.reliability.soak import soak
 
-__all__ = ["FILE_NAME", "PARTS", "Main", "crashes", "fuzz", "reliability", "soak"]
+__all__ = ["FILE_NAME", "PARTS", "Main", "crashes", "fuzz", "reliability", "siege", "soak"]
 
 FILE_NAME = "reliability.json"
-PARTS = ("fuzz", "crashes", "soak")
+PARTS = ("fuzz", "crashes", "siege", "soak")
 Progress = Callable[[str], None]
 
 
@@ -32,6 +34,7 @@ def reliability(
     *,
     cases: int = 100_000,
     kills: int = 200,
+    decisions: int = 1_000_000,
     soak_seconds: float = 300.0,
     seed: int = 0,
     progress: Progress = print,
@@ -46,6 +49,7 @@ def reliability(
     campaigns: dict[str, Callable[[], Iterator[dict[str, Any]]]] = {
         "crashes": lambda: crashes(kills, seed, work),  # first: it forks, which is best done from a small process
         "fuzz": lambda: fuzz(cases, seed, main, work),
+        "siege": lambda: siege(decisions, seed, work),
         "soak": lambda: iter([soak(soak_seconds, progress=progress)]),
     }
     for name, campaign in campaigns.items():

@@ -19,19 +19,22 @@ from sortrl.certify import load_certificates, save_certificates
 from sortrl.checkpoint import Checkpoint, damage_named
 from sortrl.datasets import load_demonstrations
 from sortrl.distill import DistillConfig, _initial_policy, _optimizer
-from sortrl.files import read_json
-from sortrl.nets import HybridPolicy, RoundedPolicy, SortPolicy, load
+from sortrl.files import read_json, read_object
+from sortrl.nets import CertifiedPolicy, HybridPolicy, RoundedPolicy, SortPolicy, load
 from sortrl.normalizer import Normalizer
-from sortrl.publish import described, publish, summed_up
+from sortrl.publish import _training, described, publish, summed_up
 from sortrl.records import stored_rows
 from sortrl.reliability import mutations
 from sortrl.reliability.tiny import ENV, TEACHER, tiny_run
+from sortrl.remember import remember
 from sortrl.report.page import FILM, _film_in
 from sortrl.run import read_run, trained_eps
 from sortrl.suite import _File
 from sortrl.teachers import Teacher, load_normalizer, load_teacher
 from sortrl.teachers.architecture import Architecture
+from sortrl.teachers.evolution import Evolution
 from sortrl.teachers.normalization import save_normalizer
+from sortrl.teachers.steadying import FILE_NAME, _keep, _restored
 from sortrl.teachers.train import _is_finished, _read_state, make_model, restore
 from sortrl.verify import verify
 
@@ -65,6 +68,7 @@ def loaders(work: Path) -> list[Loader]:
         Loader("image policy", work / "image" / "policy.safetensors", tensors, _read_policy),
         Loader("policy of pixels", work / "pixels" / "policy.safetensors", tensors, _read_policy),
         Loader("hybrid policy", work / "hybrid" / "policy.safetensors", tensors, _read_policy),
+        Loader("memory policy", work / "memory" / "policy.safetensors", tensors, _read_policy),
         *(Loader(f"{name} policy", work / name / "policy.safetensors", tensors, _read_policy) for name in ROUNDED),
         Loader("demonstrations", _copy(run / "data.safetensors", work), tensors, load_demonstrations),
         Loader("teacher", _copy(run / "teacher" / "teacher.safetensors", work), tensors, _read_teacher),
@@ -85,11 +89,13 @@ def loaders(work: Path) -> list[Loader]:
                 tensors,
                 lambda f: verify(f.parent / "intact", f),
             )
-            for name in ROUNDED
+            for name in (*ROUNDED, "hybrid")
         ),
         Loader("distillation checkpoint", *_checkpoint(run, work)),
         Loader("teacher's training state", *_training_state(work)),
         Loader("teacher's training log", *_training_log(run, work)),
+        Loader("published training log", _copy(run / "teacher" / "training.json", work / "published"), text, _read_log),
+        Loader("search for a steadier teacher", *_steadying(work)),
         Loader("normaliser (JSON)", work / "n.json", text, load_normalizer),
         Loader("normaliser (safetensors)", work / "n.safetensors", tensors, load_normalizer),
         Loader("VecNormalize pickle", work / "stats.pkl", mutations.PICKLE, lambda f: load_normalizer(f, True)),
@@ -120,9 +126,11 @@ def _copy(source: Path, folder: Path) -> Path:
     return Path(shutil.copy(source, target))
 
 
-def _rounded_files(work: Path, policy: RoundedPolicy, name: str) -> None:
+def _policy_files(work: Path, policy: CertifiedPolicy, name: str) -> None:
     """Its file to load, and another with certificates to verify."""
-    policy.requires_grad_(False).rounding.thresholds.fill_(0.5)
+    policy.requires_grad_(False)
+    if isinstance(policy, RoundedPolicy):
+        policy.rounding.thresholds.fill_(0.5)
     for folder in (name, f"verify-{name}", f"verify-{name}/unchanged"):
         policy.save(work / folder)
     images = policy.normalize(np.random.default_rng(0).integers(256, size=(5, *policy.obs_shape)))
@@ -143,9 +151,10 @@ def _other_files(work: Path, run: Path) -> None:
     SortPolicy(shape, 3, 6, 2, pool=2, pixels=(17, 3, 8), normalizer=pixels).save(work / "pixels")
     layers = {"bounded_conv": ((4, 2, 1),), "conv": ((4, 3, 2),), "depth": 2, "hidden": (5,)}
     hybrid = HybridPolicy(shape, 3, width=6, **layers, scale=0.5, normalizer=pixels)
-    hybrid.save(work / "hybrid")
-    _rounded_files(work, RoundedPolicy(shape, 3, 1, ((4, 3, 2),), (5,), pixels), "rounded")
-    _rounded_files(work, RoundedPolicy(shape, 3, 1, ((4, 3, 2),), (5,), pixels, norm=True), "normed")
+    _policy_files(work, hybrid, "hybrid")
+    _policy_files(work, RoundedPolicy(shape, 3, 1, ((4, 3, 2),), (5,), pixels), "rounded")
+    _policy_files(work, RoundedPolicy(shape, 3, 1, ((4, 3, 2),), (5,), pixels, norm=True), "normed")
+    remember(load_demonstrations(run / "data.safetensors"), Normalizer.identity((4,))).save(work / "memory")
     policy = SortPolicy.load(run)
     states = policy.normalize(np.random.default_rng(0).normal(size=(5, 4)))
     certificate = policy.certify_unit(states)
@@ -194,6 +203,18 @@ def _entry(run: Path, work: Path) -> Path:
 
 def _read_card(file: Path) -> object:
     return zoo.checked(file.parent), described(file.parent), summed_up(file.parent)
+
+
+def _read_log(file: Path) -> object:
+    return _training(read_object(file))
+
+
+def _steadying(work: Path) -> tuple[Path, Mapping[str, mutations.Mutation], Callable[[Path], object]]:
+    file, identity = work / "steadying" / FILE_NAME, {"env": ENV}
+    search = Evolution(7, 4, 0)
+    search.tell(search.ask().sum(1))
+    _keep(search, [search.mean], file, identity)
+    return file, mutations.TENSORS, lambda damaged: (_restored(search, damaged, identity), search.ask())
 
 
 def _checkpoint(run: Path, work: Path) -> tuple[Path, Mapping[str, mutations.Mutation], Callable[[Path], object]]:

@@ -5,21 +5,47 @@ from __future__ import annotations
 import io
 import json
 import math
-import pickle
 import struct
 import zipfile
 from collections.abc import Callable
+from functools import cache
 from random import Random
 from typing import Any
+
+from sortrl.reliability import hostile
 
 Mutation = Callable[[bytes, Random], bytes]
 
 HOSTILE: tuple[Any, ...] = (
     *(None, True, -1, 0, 1, 2, 3.5, 10**9, 2**31, 2**40, 2**63, 10**400, 1e308, math.nan, math.inf, -math.inf),
     *("", "x", "../../../../etc/passwd", "/dev/zero", "\x1b[31m", "\ud800", "A" * 5000, "os:system-v0"),
-    *([], {}, [[]], [1, [2]], [-1], [0], [2**40], [10**9] * 3, {"a": {}}, [None] * 100),
+    *(
+        [],
+        {},
+        [[]],
+        [1, [2]],
+        [-1],
+        [0],
+        [2**40],
+        [10**9] * 3,
+        {"a": {}},
+        [None] * 100,
+        [1] * 5000,
+        [[[1] * 9] * 9] * 9,
+    ),
 )
 BYTES = (b"\x00", b"\xff", b"\x7f", b"\x80", b"{", b"[", b'"', b"\x00" * 8, b"\xff" * 8, b"\xff\xff\xff\x7f")
+
+
+def known(kind: str, content: bytes = b"") -> list[bytes]:
+    """The files of :mod:`~sortrl.reliability.hostile` of one kind, made once for each place where its traps leave their mark."""
+    return _known(kind, content, hostile.Trap.path)
+
+
+@cache
+def _known(kind: str, content: bytes, _: str) -> list[bytes]:
+    arguments = [_members(content)] if content else []
+    return list(getattr(hostile, kind)(*arguments).values())
 
 
 def truncate(content: bytes, rng: Random) -> bytes:
@@ -60,17 +86,17 @@ BLIND: dict[str, Mutation] = {
 }
 
 
-def edit(value: Any, rng: Random) -> Any:
+def edit(value: Any, rng: Random, choices: tuple[Any, ...] = HOSTILE) -> Any:
     """A copy of a JSON value in which one place, anywhere, holds something hostile."""
     if isinstance(value, dict) and value and rng.random() < 0.9:
         key = rng.choice(list(value))
         if rng.random() < 0.1:
             return {k: v for k, v in value.items() if k != key}
-        return {**value, key: edit(value[key], rng)}
+        return {**value, key: edit(value[key], rng, choices)}
     if isinstance(value, list) and value and rng.random() < 0.8:
         at = rng.randrange(len(value))
-        return [*value[:at], *([] if rng.random() < 0.1 else [edit(value[at], rng)]), *value[at + 1 :]]
-    return rng.choice(HOSTILE)
+        return [*value[:at], *([] if rng.random() < 0.1 else [edit(value[at], rng, choices)]), *value[at + 1 :]]
+    return rng.choice(choices)
 
 
 def edit_json(content: bytes, rng: Random) -> bytes:
@@ -78,8 +104,16 @@ def edit_json(content: bytes, rng: Random) -> bytes:
 
 
 def deep_json(content: bytes, rng: Random) -> bytes:
-    depth = rng.choice((100, 5000, 200_000))
-    return rng.choice((b"[" * depth, b"[" * depth + b"]" * depth, b'{"a":' * depth + b"1" + b"}" * depth))
+    """Nested, or of very many values: the whole document, or a value in it."""
+    if rng.random() < 0.1:
+        return rng.choice(known("documents"))
+    depth = rng.choice((90, 101, 5000, 200_000))
+    nested = rng.choice(
+        ("[" * depth, "[" * depth + "]" * depth, '{"a":' * depth + "1" + "}" * depth, "[[]" + ",[]" * depth + "]")
+    )
+    if rng.random() < 0.5:
+        return nested.encode()
+    return json.dumps(edit(json.loads(content), rng, ("\0nested",))).replace('"\\u0000nested"', nested).encode()
 
 
 def later_version(content: bytes, rng: Random) -> bytes:
@@ -130,6 +164,21 @@ def edit_header(content: bytes, rng: Random) -> bytes:
     if rng.random() < 0.2:
         return struct.pack("<Q", rng.choice((0, 1, size - 1, size + 1, 2**31, 2**40, 2**63, 2**64 - 1))) + content[8:]
     text = json.dumps(edit(json.loads(content[8 : 8 + size]), rng)).encode()
+    return len(text).to_bytes(8, "little") + text + content[8 + size :]
+
+
+def costly_header(content: bytes, rng: Random) -> bytes:
+    """A header, or metadata in it, that is nested deeply or holds very many values."""
+    if rng.random() < 0.1:
+        return rng.choice(known("headers"))
+    size = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + size])
+    if rng.random() < 0.5:
+        metadata = header.get("__metadata__", {}).get("sortrl", "{}")
+        header["__metadata__"] = {"sortrl": deep_json(metadata.encode(), rng).decode("utf-8", "replace")}
+        text = json.dumps(header).encode()
+    else:
+        text = deep_json(content[8 : 8 + size], rng)
     return len(text).to_bytes(8, "little") + text + content[8 + size :]
 
 
@@ -185,6 +234,7 @@ TENSORS: dict[str, Mutation] = {
     **BLIND,
     "hostile metadata": edit_metadata,
     "hostile header": edit_header,
+    "header nested too deeply": costly_header,
     "wrong shapes": reshape,
     "other tensors": other_tensors,
     "NaN and infinity": not_numbers,
@@ -193,11 +243,7 @@ TENSORS: dict[str, Mutation] = {
 
 
 def _zipped(members: dict[str, bytes], packing: int = zipfile.ZIP_STORED) -> bytes:
-    buffer = io.BytesIO()
-    with zipfile.ZipFile(buffer, "w", packing) as archive:
-        for name, data in members.items():
-            archive.writestr(name, data)
-    return buffer.getvalue()
+    return hostile.zipped(members.items(), packing)
 
 
 def _members(content: bytes) -> dict[str, bytes]:
@@ -213,12 +259,6 @@ def edit_member(content: bytes, rng: Random) -> bytes:
     return _zipped(members | {name: mutation(members[name], rng)})
 
 
-def edit_inner(content: bytes, rng: Random) -> bytes:
-    """Damage inside a member of ``policy.pth``, which is a zip of its own."""
-    members = _members(content)
-    return _zipped(members | {"policy.pth": edit_state(members["policy.pth"], rng)})
-
-
 def edit_state(content: bytes, rng: Random) -> bytes:
     """Damage inside a member of what ``torch.save`` wrote, or code in place of its pickle."""
     inner = _members(content)
@@ -226,7 +266,7 @@ def edit_state(content: bytes, rng: Random) -> bytes:
     damaged = inner | {name: rng.choice(list(BLIND.values()))(inner[name], rng)}
     if rng.random() < 0.2:
         pickled = next(name for name in inner if name.endswith("data.pkl"))
-        damaged = inner | {pickled: rng.choice(traps())}
+        damaged = inner | {pickled: rng.choice(known("pickles"))}
     return _zipped(damaged)
 
 
@@ -254,52 +294,106 @@ def bomb(content: bytes, rng: Random) -> bytes:
     return bytes(plain)
 
 
+def rename(content: bytes, rng: Random) -> bytes:
+    """Names in another case, or the same member twice in two of them."""
+    members = _members(content)
+    name = rng.choice(list(members))
+    other = "".join(rng.choice((letter, letter.swapcase())) for letter in name)
+    rest = {one: data for one, data in members.items() if one != name or rng.random() < 0.5}
+    pickled = rng.choice(known("pickles"))
+    return _zipped({other: rng.choice((members[name], pickled)), **rest})
+
+
+def join(content: bytes, rng: Random) -> bytes:
+    """Two files in one: a zip, empty or not, a pickle, or other bytes before or behind it."""
+    pickled = rng.choice(known("pickles"))
+    other = rng.choice((hostile.EMPTY_ZIP, content, pickled, hostile.legacy(pickled), b"x", bytes(70_000)))
+    return rng.choice((content + other, other + content, other + hostile.EMPTY_ZIP))
+
+
+_ODD_SIZES = (0, 1, 2, 3, 8, 2**10, 2**14, 2**31, 2**40, 2**62, 2**63, 2**70, -1)
+
+
+def views(content: bytes, rng: Random) -> bytes:
+    """Tensors whose shapes, strides and offsets repeat numbers, leave their storage, or are no numbers at all."""
+
+    def odd_tuple() -> bytes:
+        if rng.random() < 0.2:
+            return rng.choice((b"N", b"K\x01", hostile.shared_lists(), b"(U\x01xK\x02t", b"(\x88K\x02t", b"(](K\x01et"))
+        return hostile.numbers(rng.choice(_ODD_SIZES) for _ in range(rng.choice((0, 1, 2, 2, 4, 40))))
+
+    count = rng.choice((0, 1, 64, 2**14, 2**40))
+    tensor = hostile.tensor(odd_tuple(), odd_tuple(), count, rng.choice(_ODD_SIZES))
+    name = rng.choice(("q_net.q_net.0.weight", "model.0.weight", "x" * 10_000))
+    return hostile.saved(hostile.state_of(tensor, name), bytes(4 * min(count, 2**14)))
+
+
+def inner(mutation: Mutation) -> Mutation:
+    """The same inside ``policy.pth``, which is a zip of its own."""
+
+    def damaged(content: bytes, rng: Random) -> bytes:
+        members = _members(content)
+        return _zipped(members | {"policy.pth": mutation(members["policy.pth"], rng)})
+
+    return damaged
+
+
+def deep_data(content: bytes, rng: Random) -> bytes:
+    members = _members(content)
+    return _zipped(members | {"data": deep_json(members["data"], rng)}, zipfile.ZIP_DEFLATED)
+
+
 ZIP: dict[str, Mutation] = {
     **BLIND,
     "damaged member": edit_member,
-    "damaged inner member": edit_inner,
+    "damaged inner member": inner(edit_state),
     "climbing names and links": climb,
     "zip bomb": bomb,
+    "names in another case": rename,
+    "inner names in another case": inner(rename),
+    "two files in one": join,
+    "two inner files in one": inner(join),
+    "repeated or missing numbers": inner(views),
+    "data nested too deeply": deep_data,
+    "known attacks": lambda content, rng: rng.choice(known("agents", content)),
 }
 TORCH: dict[str, Mutation] = {
     **BLIND,
     "damaged member": edit_state,
     "climbing names and links": climb,
     "zip bomb": bomb,
+    "names in another case": rename,
+    "two files in one": join,
+    "repeated or missing numbers": views,
+    "known attacks": lambda content, rng: rng.choice(known("states")),
 }
 
 
-class Trap:
-    """Makes a file when it is unpickled: if that file exists after a campaign, something was executed."""
-
-    path = ""
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return open, (self.path, "w")
-
-
-def traps() -> tuple[bytes, ...]:
-    """Pickles that run code, take years to hash, or ask for terabytes."""
-    nested = b"\x80\x02" + b"K\x01\x85q\x00" + b"".join(b"h%ch%c\x86q%c" % (i, i, i + 1) for i in range(60))
-    return (
-        pickle.dumps(Trap(), 2),
-        pickle.dumps({"a": Trap()}, 4),
-        nested + b"}h\x3cK\x01s.",
-        b"\x80\x02K\x01r\xff\xff\xff\x7f.",
-        b"\x80\x05\x96" + struct.pack("<Q", 2**40) + b".",
-        b"\x80\x02cnumpy.core.multiarray\n_reconstruct\ncnumpy\nndarray\n\x8a\x06\x00\x00\x00\x00\x00\x01\x85c_codecs\nencode\n\x87R.",
-        b"\x80\x02cbuiltins\nbytearray\n\x8a\x06\x00\x00\x00\x00\x00\x01\x85R.",
-        b"\x80\x02cnumpy\nndarray\n\x8a\x06\x00\x00\x00\x00\x00\x01\x85\x85R.",
-    )
-
-
 def trap(content: bytes, rng: Random) -> bytes:
-    return rng.choice(traps())
+    """Pickles that run code, take years to hash, or ask for terabytes."""
+    return rng.choice(known("pickles"))
 
 
 def insert_opcodes(content: bytes, rng: Random) -> bytes:
     part = rng.choice(
-        (b"2", b"0", b"r\xff\xff\xff\x7f", b"\x94", b"(", b"t", b"\x85", b"R", b"b", b"}", b"s", b"u", b".")
+        (
+            hostile.shared_lists(),
+            b"(U\x01xK\x02t",
+            hostile.numbers([2**40, 0]),
+            b"2",
+            b"0",
+            b"r\xff\xff\xff\x7f",
+            b"\x94",
+            b"(",
+            b"t",
+            b"\x85",
+            b"R",
+            b"b",
+            b"}",
+            b"s",
+            b"u",
+            b".",
+        )
     )
     at = rng.randrange(2, len(content))
     return content[:at] + part * rng.choice((1, 2, 50)) + content[at:]

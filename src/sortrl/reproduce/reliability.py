@@ -9,8 +9,12 @@ from typing import Any
 from sortrl import reliability as campaigns
 from sortrl.reproduce.figure1 import Scale
 
-# Damaged files, kills, and seconds of load.
-SIZES = {"smoke": (2_000, 5, 5.0), "cpu": (100_000, 200, 300.0), "paper": (1_000_000, 2_000, 3600.0)}
+# Damaged files, kills, attacked decisions, and seconds of load.
+SIZES = {
+    "smoke": (2_000, 5, 10_000, 5.0),
+    "cpu": (100_000, 200, 1_000_000, 300.0),
+    "paper": (1_000_000, 2_000, 10_000_000, 3600.0),
+}
 
 
 def reliability(
@@ -22,11 +26,19 @@ def reliability(
     seconds: float | None = None,
     progress: Callable[[str], None] = print,
 ) -> dict[str, Any]:
-    """Write ``reliability.json`` into ``out``: all campaigns, or one of fuzz, crashes and soak."""
-    cases, kills, soak_seconds = SIZES[scale]
+    """Write ``reliability.json`` into ``out``: all campaigns, or one of fuzz, crashes, siege and soak."""
+    cases, kills, decisions, soak_seconds = SIZES[scale]
     duration = soak_seconds if seconds is None else seconds
     return campaigns.reliability(
-        out, work, main, part, cases=cases, kills=kills, soak_seconds=duration, progress=progress
+        out,
+        work,
+        main,
+        part,
+        cases=cases,
+        kills=kills,
+        decisions=decisions,
+        soak_seconds=duration,
+        progress=progress,
     )
 
 
@@ -40,6 +52,12 @@ def summary(results: dict[str, Any]) -> list[str]:
         found = results["crashes"]
         lines.append(
             f"crashes: {found['kills']} kills {found['by_stage']}, {found['runs_that_ended_with_other_bits']} other results"
+        )
+    if "siege" in results:
+        found = results["siege"]
+        lines.append(
+            f"siege: {found['decisions']} certified decisions attacked, {found['changed']} changed; of "
+            f"{found['attacked_too_far']} at {found['radii_too_large_by']:g} times their radius, {found['changed_too_far']}"
         )
     if "soak" in results:
         found = results["soak"]

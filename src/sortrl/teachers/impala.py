@@ -15,13 +15,14 @@ from torch import Tensor
 
 from sortrl.errors import SortRLError
 from sortrl.files import regular_file
-from sortrl.teachers import sb3
+from sortrl.teachers import archives, sb3
 from sortrl.teachers.architecture import Architecture
+from sortrl.teachers.archives import listed, read_state
 
 
 def read_checkpoint(path: Path) -> sb3.Agent:
     """Read a published checkpoint (``.pt``) without unpickling anything but tensors."""
-    state = sb3.read_state(regular_file(path, sb3.MAX_BYTES).read_bytes(), path, "the file")
+    state = read_state(regular_file(path, archives.MOST_BYTES).read_bytes(), path, "the file")
     tensors = {name.removeprefix("model."): tensor for name, tensor in state.items() if name.startswith("model.")}
     architecture = _architecture(tensors, state, path)
     head = len(architecture.build()) - 1
@@ -56,7 +57,7 @@ def _architecture(tensors: Mapping[str, Tensor], state: Mapping[str, Tensor], pa
 
 
 def _unknown_layout(state: Mapping[str, Tensor], path: Path) -> SortRLError:
-    found = ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in list(state.items())[:6])
+    found = listed(state, 6)
     return SortRLError(
         f"{path}: not an IMPALA network as published for ProcGen; found {found or 'no tensors'}. Load the agent "
         "yourself and pass a torch module (observations -> scores)."

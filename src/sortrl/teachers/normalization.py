@@ -14,7 +14,7 @@ import numpy as np
 from sortrl.errors import SortRLError
 from sortrl.files import read_json, read_tensors, regular_file, write_json, write_tensors
 from sortrl.normalizer import Normalizer, stored_normalizer
-from sortrl.teachers.pickles import read_arrays
+from sortrl.teachers.pickles import Placeholder, read_arrays
 
 FORMAT = "sortrl-normalizer-1"
 _LARGEST_PICKLE = 64 * 2**20  # statistics of the largest images have a few megabytes
@@ -58,16 +58,26 @@ def from_vecnormalize(stats: Any, where: str = "VecNormalize") -> Normalizer:
     if getattr(stats, "norm_obs", True) is False:
         raise SortRLError(f"{where} does not normalise observations (norm_obs is False). Leave it out.")
     rms = getattr(stats, "obs_rms", None)
-    mean, var = getattr(rms, "mean", None), getattr(rms, "var", None)
+    try:
+        mean, var = getattr(rms, "mean", None), getattr(rms, "var", None)
+        clip, epsilon = _number(getattr(stats, "clip_obs", 10.0)), _number(getattr(stats, "epsilon", 1e-8))
+    except ValueError as error:  # an array or number of a pickle that cannot be made
+        raise SortRLError(f"{where} is not a readable VecNormalize pickle ({str(error)[:200]}).") from error
     if not isinstance(mean, np.ndarray) or not isinstance(var, np.ndarray):
-        found = sorted(getattr(stats, "__dict__", {})) or type(stats).__name__
+        attributes = stats.names() if isinstance(stats, Placeholder) else sorted(getattr(stats, "__dict__", {}))[:20]
         raise SortRLError(
-            f"{where}: expected VecNormalize statistics with obs_rms.mean and obs_rms.var, found {found}."
+            f"{where}: expected VecNormalize statistics with obs_rms.mean and obs_rms.var, found "
+            f"{attributes or type(stats).__name__}."
         )
-    clip, epsilon = getattr(stats, "clip_obs", 10.0), getattr(stats, "epsilon", 1e-8)
-    numbers = isinstance(clip, (int, float, np.number)) and isinstance(epsilon, (int, float, np.number))
-    if not numbers or not epsilon >= 0 or not (var >= 0).all():
+    if not epsilon >= 0 or math.isnan(clip) or not (var >= 0).all():
         raise SortRLError(
-            f"{where}: clip_obs is {str(clip)[:20]}, epsilon {str(epsilon)[:20]}, and obs_rms.var must be 0 or more. It is damaged."
+            f"{where}: clip_obs is {clip}, epsilon {epsilon} (nan: no number), and obs_rms.var must be 0 or more. "
+            "It is damaged."
         )
-    return Normalizer(mean, np.sqrt(var + float(epsilon)), float(clip))
+    return Normalizer(mean, np.sqrt(var + epsilon), clip)
+
+
+def _number(value: Any) -> float:
+    """NaN for what is none, or beyond every float."""
+    plain = isinstance(value, (float, np.number)) or (isinstance(value, int) and abs(value) < 2**63)
+    return float(value) if plain else math.nan

@@ -1,17 +1,14 @@
 """Stable-Baselines3 agents, read from their tensors alone.
 
 A saved agent is a zip whose ``data`` member holds base64 pickles and whose ``policy.pth`` holds tensors. Only the
-tensors are loaded (``weights_only=True``), and the readable text beside the pickles tells the activation and shapes:
-nothing is unpickled, so old agents open without the packages they were trained with, and hostile ones do nothing.
+tensors are loaded (:mod:`sortrl.teachers.archives`), and the readable text beside the pickles tells the activation and shapes:
+nothing else is opened, so old agents load without the packages they were trained with, and hostile ones do nothing.
 """
 
 from __future__ import annotations
 
-import io
-import json
 import math
 import re
-import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,25 +18,10 @@ import torch
 from torch import Tensor
 
 from sortrl.errors import SortRLError
-from sortrl.files import regular_file
+from sortrl.files import LARGEST_JSON, parse_json, regular_file
+from sortrl.teachers import archives
 from sortrl.teachers.architecture import Architecture
-from sortrl.teachers.pickles import scan
-
-# A 1 GiB network is far beyond any Stable-Baselines3 agent: a larger declared size is a damaged file or a zip bomb.
-MAX_BYTES = 2**30
-_MAX_TEXT_BYTES = 64 * 2**20
-
-# What torch.save writes for a dictionary of tensors, and all that may occur in one: its own loader also knows functions
-# that allocate whatever they are told.
-_STORAGES = ("Float", "Double", "Half", "Long", "Int", "Short", "Char", "Byte", "Bool")
-_NAMES = frozenset(
-    (
-        "collections OrderedDict",
-        "torch._utils _rebuild_tensor_v2",
-        "torch._utils _rebuild_parameter",
-        *(f"torch {kind}Storage" for kind in _STORAGES),
-    )
-)
+from sortrl.teachers.archives import Archive, listed, read_state
 
 # Parts of an agent that do not choose its actions, or are second names of parts that do (pi_features_extractor).
 _UNUSED = (
@@ -78,12 +60,13 @@ class Agent:
 def read_zip(path: Path) -> Agent:
     """Read an agent saved by ``model.save``, without unpickling anything."""
     try:
-        with zipfile.ZipFile(regular_file(path)) as archive:
-            if "policy.pth" not in archive.namelist():
-                found = ", ".join(archive.namelist()[:8]) or "nothing"
+        with regular_file(path).open("rb", buffering=0) as stream:
+            archive = Archive(stream, str(path))
+            if "policy.pth" not in archive.names:
+                found = ", ".join(name[:100] for name in archive.names[:8]) or "nothing"
                 raise SortRLError(f"{path} is not a Stable-Baselines3 agent: no policy.pth in it, found {found}.")
-            state = read_state(_read_member(archive, "policy.pth", MAX_BYTES, path), path)
-            facts = _facts_of_data(archive, path) if "data" in archive.namelist() else AgentFacts()
+            state = read_state(archive.read("policy.pth", archives.MOST_BYTES), path)
+            facts = _facts_of_data(archive, path) if "data" in archive.names else AgentFacts()
     except SortRLError:
         raise
     # zipfile passes on what its decompressors and decoders raise: zlib.error, LZMAError, UnicodeDecodeError, ...
@@ -205,7 +188,7 @@ def _take(tensors: dict[str, Tensor], prefix: str, ndim: int, where: str) -> lis
 
 
 def _unknown_layout(state: Mapping[str, Tensor], where: str) -> SortRLError:
-    found = ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in list(state.items())[:12])
+    found = listed(state, 12)
     more = f" and {len(state) - 12} more" if len(state) > 12 else ""
     return SortRLError(
         f"{where}: unknown network layout. Known are PPO, A2C, DQN and QR-DQN with MlpPolicy or CnnPolicy; found "
@@ -213,59 +196,11 @@ def _unknown_layout(state: Mapping[str, Tensor], where: str) -> SortRLError:
     )
 
 
-def _read_member(archive: zipfile.ZipFile, name: str, cap: int, path: Path) -> bytes:
-    size = archive.getinfo(name).file_size  # zipfile never yields more than the declared size
-    if size > cap:
-        raise SortRLError(f"{path}: {name} declares {size} bytes, more than the {cap} any agent needs. Not opened.")
-    return archive.read(name)
-
-
-def read_state(content: bytes, path: Path, what: str = "policy.pth") -> dict[str, Tensor]:
-    """The tensors that ``torch.save`` wrote, and nothing else; ``what`` names them in errors."""
-    try:
-        _check_pickles(content, f"{path}: {what}")
-        state = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
-    except SortRLError:
-        raise
-    # zipfile and torch raise BadZipFile, UnpicklingError, RuntimeError, KeyError, ... according to where the damage is.
-    except Exception as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise SortRLError(f"{path}: {what} holds something else than tensors, or is damaged ({reason}).") from error
-    if not isinstance(state, dict) or not all(isinstance(value, Tensor) for value in state.values()):
-        raise SortRLError(f"{path}: {what} is not a dictionary of tensors. Save the agent with model.save().")
-    if sum(tensor.numel() for tensor in state.values()) * 4 > MAX_BYTES:
-        raise SortRLError(f"{path}: {what} claims tensors of more than {MAX_BYTES} bytes. Not loaded.")
-    if not all(bool(torch.isfinite(tensor).all()) for tensor in state.values()):
-        raise SortRLError(f"{path}: its weights contain NaN or infinity; the training diverged.")
-    return {str(name): tensor for name, tensor in state.items()}
-
-
-def _check_pickles(content: bytes, where: str) -> None:
-    """Refuse what is not a dictionary of tensors before torch opens it: weights_only bounds neither memory nor time."""
-    if zipfile.is_zipfile(io.BytesIO(content)):  # since torch 1.6 the file is itself a zip, whose members may be packed
-        with zipfile.ZipFile(io.BytesIO(content)) as inner:
-            if sum(member.file_size for member in inner.infolist()) > MAX_BYTES:
-                raise SortRLError(f"{where} unpacks to more than {MAX_BYTES} bytes. Not opened.")
-            for member in inner.namelist():
-                if member.endswith(".pkl"):
-                    scan(io.BytesIO(inner.read(member)), where, _NAMES)
-        return
-    stream = io.BytesIO(content)
-    for _ in range(5):  # before torch 1.6: magic number, protocol, system, state, names of the storages
-        scan(stream, where, _NAMES)
-
-
-def _facts_of_data(archive: zipfile.ZipFile, path: Path) -> AgentFacts:
+def _facts_of_data(archive: Archive, path: Path) -> AgentFacts:
     """Read the text of the ``data`` member; its base64 pickles are passed over."""
-    try:
-        data = json.loads(_read_member(archive, "data", _MAX_TEXT_BYTES, path))
-    except (ValueError, RecursionError) as error:
-        if isinstance(error, SortRLError):
-            raise
-        raise SortRLError(f"{path}: its data member is not JSON ({error}). Save the agent again.") from error
-    data = _object(data)
+    data = _object(parse_json(archive.read("data", LARGEST_JSON), f"{path}: its data member"))
     kwargs, space = _object(data.get("policy_kwargs")), _object(data.get("observation_space"))
-    activation = re.search(r"(\w+)'>$", str(kwargs.get("activation_fn", "")))
+    activation = re.search(r"(\w+)'>$", _ending(kwargs.get("activation_fn")))
     shape = _shape(space.get("_shape", space.get("shape")))
     return AgentFacts(
         algorithm="ppo" if "clip_range" in data else "trpo" if "cg_max_steps" in data else "a2c",
@@ -273,7 +208,7 @@ def _facts_of_data(archive: zipfile.ZipFile, path: Path) -> AgentFacts:
         obs_shape=shape,
         n_actions=_integer(_object(data.get("action_space")).get("n")),
         n_quantiles=_integer(data.get("n_quantiles")) or _integer(kwargs.get("n_quantiles")),
-        pixels=_is_pixels(str(space.get("dtype")), shape, kwargs.get("normalize_images", True) is not False),
+        pixels=_is_pixels(_ending(space.get("dtype")), shape, kwargs.get("normalize_images", True) is not False),
         # Set only by an agent trained behind VecNormalize.
         vecnormalized=data.get("_last_original_obs") is not None,
     )
@@ -283,14 +218,20 @@ def _object(value: Any) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
+def _ending(value: Any) -> str:
+    """Of a text: what is looked for stands there, and a search through megabytes would take hours."""
+    return value[-100:] if isinstance(value, str) else ""
+
+
 def _shape(value: Any) -> tuple[int, ...] | None:
-    known = isinstance(value, list) and bool(value) and all(isinstance(size, int) and size > 0 for size in value)
+    known = isinstance(value, list) and 0 < len(value) <= 16 and all(type(n) is int and 0 < n < 2**31 for n in value)
     return tuple(value) if known else None
 
 
 def _integer(value: Any) -> int | None:
     """An integer written as a number or, by older versions, as text."""
-    match = re.fullmatch(r"\d{1,9}", str(value))
+    text = str(value) if type(value) is int and 0 < value < 10**9 else value
+    match = re.fullmatch(r"\d{1,9}", text) if isinstance(text, str) else None
     return int(match.group()) if match and int(match.group()) > 0 else None
 
 

@@ -16,7 +16,7 @@ from sortrl.errors import SortRLError
 Array = npt.NDArray[Any]
 Doubles = npt.NDArray[np.float64]
 _TYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "I64": "<i8", "I32": "<i4", "U8": "|u1", "BOOL": "|b1"}
-_LARGEST_HEADER = 100_000_000
+_LARGEST_HEADER = 2**20  # a policy's has a few kilobytes; parsed, JSON takes up to a hundred times its size
 _LARGEST_FILE = 8 * 2**30
 
 

@@ -18,6 +18,7 @@ PREFIX = "zoo:"
 CARD = "card.json"
 FORMAT = "sortrl-zoo-1"
 LARGEST_FILE = 5 * 2**20
+MOST_FILES = 100
 
 
 def folder() -> Path:
@@ -51,6 +52,8 @@ def card(where: Path) -> dict[str, Any]:
     found = read_object(where / CARD)
     if found.get("format") != FORMAT or not isinstance(found.get("files"), dict):
         raise SortRLError(f"{where / CARD}: format {str(found.get('format'))[:60]!r}, expected {FORMAT}.")
+    if len(found["files"]) > MOST_FILES:  # each is read and hashed, and one file has many names
+        raise SortRLError(f"{where / CARD}: {len(found['files'])} files, expected at most {MOST_FILES}.")
     return found
 
 
