@@ -29,7 +29,7 @@ RADIUS_DOWN = 1.0 - 1e-12
 SMALLEST_RADIUS = 1e-30
 LARGEST_ERROR = 1e20  # beyond it a perturbed input might overflow
 LARGEST_NUMBER = 1e30  # likewise, of any number on the way
-SMALLEST_LIPSCHITZ = 1e-100  # a constant network is taken to have at least this constant, so that it can be divided by
+SMALLEST_LIPSCHITZ = 1e-25  # a constant network is taken to have at least this constant, so that it can be divided by
 ROWS_AT_ONCE = 1024  # states of which all activations are kept at a time
 
 

@@ -69,11 +69,14 @@ class CertifiedPolicy(nn.Module, ABC):
         tensor, and any change of what is still to be trained (``requires_grad``); with ``thorough``, all changes, at the price
         of reading all weights. Until a change is noticed, play and certificates are both those of before.
         """
+        return self._current(thorough)[0]
+
+    def _current(self, thorough: bool = False) -> tuple[EvaluationNetwork, Copies]:
         frozen = self._frozen
         if frozen is None or not (frozen[1].same() if thorough else frozen[1].unchanged()):
             copies = Copies()
             frozen = self._frozen = self._network(copies), copies
-        return frozen[0]
+        return frozen
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies and pickles, which must not have the evaluation network of another policy."""
@@ -90,9 +93,7 @@ class CertifiedPolicy(nn.Module, ABC):
 
     def _differentiable(self) -> EvaluationNetwork:
         """The evaluation network, which passes gradients on to the policy's parameters where they are wanted."""
-        network = self.evaluation()
-        assert self._frozen is not None
-        copies = self._frozen[1]
+        network, copies = self._current()
         if torch.is_grad_enabled() and copies.trainable():
             return self._network(Wires(copies))
         return network
