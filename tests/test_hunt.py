@@ -2,25 +2,31 @@
 
 What is run on how many, by default: every pair is attacked by ``SWEEP``; every ``SAMPLED``-th pair also by ``SIEGE``.
 The slow version runs both on every pair. The same :func:`hunt` catches planted unsound certificates, one of them 2 % too large.
+
+Policies of every kind are hunted once more after they were copied, saved and loaded, given other weights and trained on.
 """
 
 from __future__ import annotations
 
+import copy
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
+import sortrl
 from sortrl import attacks
 from sortrl.attacks import Attack
 from sortrl.distill import DistillConfig, distill
 from sortrl.envs import EnvSlots, describe
 from sortrl.errors import MissingDependency
-from sortrl.nets import SortPolicy
+from sortrl.nets import CertifiedPolicy, HybridPolicy, RoundedPolicy, SortPolicy
 from sortrl.normalizer import Normalizer
 from sortrl.records import Demonstrations
 from sortrl.teachers import Teacher
@@ -62,11 +68,11 @@ class Quarry:
     """A policy and the unit-space states that it is attacked in."""
 
     name: str
-    policy: SortPolicy
+    policy: CertifiedPolicy
     unit: Tensor
 
 
-def hunt(policy: SortPolicy, unit: Tensor, radius: Tensor, attack: Attack, seed: int = 0) -> tuple[int, int]:
+def hunt(policy: CertifiedPolicy, unit: Tensor, radius: Tensor, attack: Attack, seed: int = 0) -> tuple[int, int]:
     """Attack every state that has a radius, just within it. How many were attacked, and how many actions changed."""
     inside = radius > 0
     changed = 0
@@ -205,3 +211,86 @@ def test_the_hunt_catches_an_unsound_certificate(quarries, lie):
     attacked, changed = hunt(some.policy, some.unit, claimed(some), SWEEP)
     assert attacked > 500
     assert changed > 10, f"only {changed} of {attacked} false claims were found out"
+
+
+# Policies with a past
+
+IMAGE = (2, 6, 6)
+
+
+def some_policy(kind: str) -> CertifiedPolicy:
+    torch.manual_seed(3)
+    if kind == "sort":
+        return SortPolicy((4,), 3, width=16, depth=3)
+    if kind == "convolution":
+        return SortPolicy(IMAGE, 3, width=16, depth=2, bounded_conv=((4, 3, 1),), scale=3.0)
+    if kind == "hybrid":
+        return HybridPolicy(IMAGE, 3, width=16, depth=1, bounded_conv=((4, 3, 1),), hidden=(8,))
+    rounded = RoundedPolicy(IMAGE, 3, levels=1, conv=((4, 3, 1),), hidden=(8,))
+    used = torch.rand(1, *IMAGE) < 0.05
+    rounded.rounding.thresholds.copy_(torch.where(used, torch.rand(1, *IMAGE), rounded.rounding.thresholds))
+    return rounded
+
+
+def without_favourites(policy: CertifiedPolicy, unit: Tensor) -> None:
+    """Shift the scores so that actions differ between states, and boundaries are near."""
+    with torch.no_grad():
+        mean = policy.scores(unit).mean(0)
+        if isinstance(policy, SortPolicy):
+            policy.bias.add_(mean)
+        else:
+            policy.head.layers[-1].bias.sub_(mean)
+
+
+def copied(policy: CertifiedPolicy, unit: Tensor, folder: Path) -> CertifiedPolicy:
+    return copy.deepcopy(policy)
+
+
+def saved_and_loaded(policy: CertifiedPolicy, unit: Tensor, folder: Path) -> CertifiedPolicy:
+    policy.save(folder)
+    return sortrl.load(folder)
+
+
+def given_other_weights(policy: CertifiedPolicy, unit: Tensor, folder: Path) -> CertifiedPolicy:
+    other = copy.deepcopy(policy)
+    names = dict(policy.named_parameters())
+    other.load_state_dict({name: 9 * part if name in names else part for name, part in policy.state_dict().items()})
+    return other
+
+
+def trained_on(policy: CertifiedPolicy, unit: Tensor, folder: Path) -> CertifiedPolicy:
+    other = copy.deepcopy(policy).train().requires_grad_(True)
+    optimizer = torch.optim.Adam(other.parameters(), lr=0.05, fused=True)
+    for _ in range(5):
+        loss = nn.functional.cross_entropy(10 * other.scores(unit), torch.arange(len(unit)) % 3)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        other.certify_unit(unit[:5])
+    return other.requires_grad_(False)
+
+
+PASTS: tuple[Callable[[CertifiedPolicy, Tensor, Path], CertifiedPolicy], ...] = (
+    copied,
+    saved_and_loaded,
+    given_other_weights,
+    trained_on,
+)
+
+
+@pytest.mark.parametrize("past", PASTS)
+@pytest.mark.parametrize("kind", ["sort", "convolution", "hybrid", "rounded"])
+def test_no_certified_action_can_be_changed_whatever_the_policy_went_through(kind, past, tmp_path):
+    policy = some_policy(kind).eval().requires_grad_(False)
+    unit = torch.rand(200, *policy.obs_shape)
+    policy.calibrate(unit)
+    without_favourites(policy, unit)
+    policy.certify_unit(unit)  # so that there is something to be stale
+    policy = past(policy, unit, tmp_path)
+    without_favourites(policy, unit)
+    quarry = Quarry(f"{kind} {past.__name__}", policy, unit)
+    attacked, changed = hunt(policy, unit, radii(quarry), SWEEP)
+    assert attacked > 30, "nothing is certified, so nothing is hunted"
+    assert changed == 0, f"{quarry.name}: {changed} of {attacked} certified actions changed"
+    _, found = hunt(policy, unit, 20 * radii(quarry) + 0.05, SWEEP)
+    assert found > 0, "a hunt that never succeeds tests nothing"

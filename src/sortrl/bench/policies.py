@@ -118,7 +118,7 @@ def train_step(size: Size, repeats: int) -> dict[str, Any]:
 
 def inference(size: Size, batch: int) -> Case:
     """From raw observations to actions, with our operators and with their plain torch definition."""
-    policy = make_policy(size).eval()
+    policy = make_policy(size).eval().requires_grad_(False)  # as every trained or loaded policy is
     obs = np.random.default_rng(0).normal(size=(batch, INPUTS))
 
     def ours() -> Tensor:

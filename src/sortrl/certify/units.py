@@ -39,7 +39,9 @@ def raw_radii(policy: CertifiedPolicy, obs: npt.ArrayLike | Tensor) -> npt.NDArr
     radius = torch.from_numpy(policy.certify_unit(unit).radius).reshape(-1, *(1 for _ in policy.obs_shape))
     room = (radius - 2.0 * _rounding(unit)) / (1.0 + ROUNDED)
     free = room.clamp(min=0.0) + _clipped_by(policy, raw)
-    return torch.where(room > 0, policy.normalizer.scale * free * RADIUS_DOWN, 0.0).numpy()
+    radii = torch.where(room > 0, policy.normalizer.scale * free * RADIUS_DOWN, 0.0)
+    # The factor rounds down; not so the smallest numbers of float64, which have fewer digits than it needs.
+    return torch.nextafter(radii, torch.zeros_like(radii)).numpy()
 
 
 def certified_for(

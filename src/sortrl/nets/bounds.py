@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+import operator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -16,6 +17,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from sortrl.errors import SortRLError
 from sortrl.nets.front import AveragePool, BoundedConv, Crop, Pixels, Scale
 from sortrl.nets.layers import MeanShift, SortLinear
 
@@ -26,6 +28,8 @@ ERROR_UP = 1.0 + 1e-6
 RADIUS_DOWN = 1.0 - 1e-12
 SMALLEST_RADIUS = 1e-30
 LARGEST_ERROR = 1e20  # beyond it a perturbed input might overflow
+LARGEST_NUMBER = 1e30  # likewise, of any number on the way
+SMALLEST_LIPSCHITZ = 1e-25  # a constant network is taken to have at least this constant, so that it can be divided by
 ROWS_AT_ONCE = 1024  # states of which all activations are kept at a time
 
 
@@ -43,9 +47,14 @@ class FrontEnd(Protocol):
 class Network(Protocol):
     """The parts of a sort network, in the order in which they are applied."""
 
-    front: FrontEnd
-    layers: Sequence[SortLinear]
-    shifts: Sequence[MeanShift]
+    @property
+    def front(self) -> Iterable[FrontPart]: ...
+
+    @property
+    def layers(self) -> Sequence[SortLinear]: ...
+
+    @property
+    def shifts(self) -> Sequence[MeanShift]: ...
 
     @property
     def bias(self) -> Tensor: ...
@@ -64,6 +73,13 @@ class Stage(NamedTuple):
         return total / (1.0 - total)
 
 
+class FrontConstants(NamedTuple):
+    """A front end makes at most ``lipschitz * x + offset`` of inputs up to x, all signs being against it."""
+
+    lipschitz: float
+    offset: float
+
+
 @dataclass(frozen=True)
 class ErrorBound:
     """The rounding error of a score is at most ``magnitudes @ per_magnitude + reach * per_reach + constant``."""
@@ -72,12 +88,20 @@ class ErrorBound:
     per_magnitude: tuple[float, ...]
     per_reach: float
     constant: float
+    peak: float
+    """How much faster than the input any number on the way can move: the largest constant up to a stage."""
+    front: tuple[FrontConstants, ...]
+    stages: tuple[Stage, ...]
 
     def radius_and_slack(self, at_state: Any, margin: Any) -> tuple[Any, Any]:
         """(margin - slack) / (2 L), and the slack; ``at_state`` is the error at the state. Numbers or arrays alike."""
         most = margin / (2.0 * self.lipschitz)  # what is certified is less, so this bounds the reach
         slack = 4.0 * at_state + (2.0 * self.per_reach) * most
         return (margin - slack) * (RADIUS_DOWN / (2.0 * self.lipschitz)), slack
+
+    def in_range(self, largest: Any, reach: Any) -> Any:
+        """Whether nothing overflows within ``reach``, where ``largest`` is the largest number that the state leads to."""
+        return largest + self.peak * reach < LARGEST_NUMBER
 
 
 def stages(network: Network) -> tuple[Stage, ...]:
@@ -101,40 +125,65 @@ def rounding_error(parts: Sequence[Stage], magnitudes: Tensor, reach: Tensor | f
     return error * ERROR_UP
 
 
+def front_constants(network: Network) -> tuple[FrontConstants, ...]:
+    return tuple(
+        FrontConstants(part.lipschitz, part.offset if isinstance(part, BoundedConv) else 0.0) for part in network.front
+    )
+
+
 def error_bound(network: Network) -> ErrorBound:
     """:func:`rounding_error` is affine in the magnitudes and the reach: its coefficients, read off probes."""
+    _check_signs(network)
     parts = stages(network)
     probes = torch.cat([torch.zeros(1, len(parts)), torch.eye(len(parts))]).double()
     errors = rounding_error(parts, probes)
     constant = float(errors[0])
     return ErrorBound(
-        lipschitz=math.prod(part.lipschitz for part in parts),
+        lipschitz=max(math.prod(part.lipschitz for part in parts), SMALLEST_LIPSCHITZ),
         per_magnitude=tuple(((errors[1:] - constant) * ERROR_UP).tolist()),
         per_reach=(float(rounding_error(parts, probes[:1], 1.0)) - constant) * ERROR_UP,
         constant=constant,
+        peak=max(itertools.accumulate((part.lipschitz for part in parts), operator.mul, initial=1.0)),
+        front=front_constants(network),
+        stages=parts,
     )
 
 
-def traced_scores(network: Network, unit: Tensor) -> tuple[Tensor, Tensor]:
-    """The scores of the evaluation network, and the largest number of every stage, per state (batch, stages), float64."""
+def _check_signs(network: Network) -> None:
+    """What the lemmas assume of the parts that are never trained."""
+    factors = [part.factor for part in network.front if isinstance(part, Scale)]
+    wrong = [float(factor.min()) for factor in factors if not bool((factor > 0).all())]
+    wrong += [float(layer.mix.min()) for layer in network.layers if not bool((layer.mix >= 0).all())]
+    if wrong:
+        raise SortRLError(
+            f"certify: a factor on inputs or a mix of distances contains {wrong[0]}, expected positive factors and mixes "
+            "without negative numbers. Build the policy again; neither is meant to be written to."
+        )
+
+
+def traced_scores(
+    network: Network, unit: Tensor, front: tuple[FrontConstants, ...] | None = None
+) -> tuple[Tensor, Tensor]:
+    """The scores of the evaluation network, and the largest number of every stage, per state (batch, stages), float64.
+
+    ``front``: the constants of the front ends, if they are known already.
+    """
+    constants = front_constants(network) if front is None else front
     if len(unit) > ROWS_AT_ONCE:
-        pieces = [traced_scores(network, rows) for rows in torch.split(unit, ROWS_AT_ONCE)]
+        pieces = [traced_scores(network, rows, constants) for rows in torch.split(unit, ROWS_AT_ONCE)]
         return torch.cat([scores for scores, _ in pieces]), torch.cat([magnitudes for _, magnitudes in pieces])
-    magnitudes, hidden, output = _trace(network, unit)
+    magnitudes, hidden, output = _trace(network, unit, constants)
     magnitudes += [_largest_of_each(group) for group in (hidden, output) if group]
     return output[1], torch.cat(magnitudes, 1).double()
 
 
-def most_of(part: FrontPart, largest: Tensor) -> Tensor:
-    """The most that a front end can make of inputs up to ``largest``, all signs being against it."""
-    return part.lipschitz * largest + (part.offset if isinstance(part, BoundedConv) else 0.0)
-
-
-def _trace(network: Network, unit: Tensor) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+def _trace(
+    network: Network, unit: Tensor, constants: tuple[FrontConstants, ...]
+) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
     """Bounds (batch, 1) on what each front end computes; then what the hidden layers and the last one computed."""
     x, front, hidden = unit, [], []
-    for part in network.front:
-        front.append(most_of(part, _largest(x))[:, None])
+    for part, (lipschitz, offset) in zip(network.front, constants, strict=True):
+        front.append((lipschitz * _largest(x) + offset)[:, None])
         x = part(x)
     x = x.flatten(1)
     for layer, shift in zip(network.layers, network.shifts, strict=False):
@@ -154,7 +203,8 @@ def margin_radius(
     belong to margins of shape (...), up to broadcasting.
     """
     radius, slack = bound.radius_and_slack(magnitudes @ np.array(bound.per_magnitude) + bound.constant, margin)
-    certain: npt.NDArray[np.float64] = np.where((radius > SMALLEST_RADIUS) & (slack < LARGEST_ERROR), radius, 0.0)
+    sure = (radius > SMALLEST_RADIUS) & (slack < LARGEST_ERROR) & bound.in_range(magnitudes.max(-1), radius)
+    certain: npt.NDArray[np.float64] = np.where(sure, radius, 0.0)
     return certain
 
 
@@ -163,7 +213,7 @@ def decide_one(network: Network, bound: ErrorBound, unit: Tensor) -> tuple[int, 
 
     The same as for a batch; but here arrays would cost more than what is computed with them.
     """
-    front, hidden, (y, scores) = _trace(network, unit)
+    front, hidden, (y, scores) = _trace(network, unit, bound.front)
     (distances,), (values,) = y.tolist(), scores.tolist()
     magnitudes = [part.item() for part in front]
     if hidden:
@@ -173,17 +223,20 @@ def decide_one(network: Network, bound: ErrorBound, unit: Tensor) -> tuple[int, 
     margin = values[first] - values[second]
     at_state = sum(m * weight for m, weight in zip(magnitudes, bound.per_magnitude, strict=True)) + bound.constant
     radius, slack = bound.radius_and_slack(at_state, margin)
-    return first, radius if radius > SMALLEST_RADIUS and slack < LARGEST_ERROR else 0.0, second, margin
+    sure = radius > SMALLEST_RADIUS and slack < LARGEST_ERROR and bound.in_range(max(magnitudes), radius)
+    return first, radius if sure else 0.0, second, margin
 
 
-def score_bounds(network: Network, lo: Tensor, hi: Tensor) -> tuple[Tensor, Tensor]:
+def score_bounds(network: Network, lo: Tensor, hi: Tensor, known: ErrorBound | None = None) -> tuple[Tensor, Tensor]:
     """Bounds (batch, actions), float64, on the scores computed for any input of the boxes [lo, hi]: interval propagation.
 
-    Each sort layer's range is exact for its own box of inputs; what is lost is how the units move together.
+    Each sort layer's range is exact for its own box of inputs; what is lost is how the units move together. Where numbers
+    might overflow, the bounds are infinite. ``known``: the network's :func:`error_bound`, if it was computed already.
     """
+    bound = error_bound(network) if known is None else known
     magnitudes = []
-    for part in network.front:
-        magnitudes.append(most_of(part, torch.maximum(_largest(lo), _largest(hi))))
+    for part, (lipschitz, offset) in zip(network.front, bound.front, strict=True):
+        magnitudes.append(lipschitz * torch.maximum(_largest(lo), _largest(hi)) + offset)
         lo, hi = part.bounds(lo, hi) if isinstance(part, BoundedConv) else (part(lo), part(hi))
     lo, hi = lo.flatten(1), hi.flatten(1)
     for layer, shift in zip(network.layers, network.shifts, strict=False):
@@ -196,13 +249,15 @@ def score_bounds(network: Network, lo: Tensor, hi: Tensor) -> tuple[Tensor, Tens
     lo, hi = -(hi + network.bias), -(lo + network.bias)
     magnitudes.append(torch.maximum(_largest(lo), _largest(hi)))
     # Once for the bounds, which are rounded too, and once for the scores.
-    slack = 2.0 * rounding_error(stages(network), torch.stack(magnitudes, 1))[:, None]
+    numbers = torch.stack(magnitudes, 1)
+    slack = 2.0 * rounding_error(bound.stages, numbers)
+    slack = torch.where(numbers.amax(1) < LARGEST_NUMBER, slack, torch.inf)[:, None]
     return lo.double() - slack, hi.double() + slack
 
 
-def proven(network: Network, lo: Tensor, hi: Tensor, action: Tensor) -> Tensor:
+def proven(network: Network, lo: Tensor, hi: Tensor, action: Tensor, known: ErrorBound | None = None) -> Tensor:
     """Whether (batch,) intervals prove that every input of the box [lo, hi] is answered with ``action`` (batch,)."""
-    low, high = score_bounds(network, lo, hi)
+    low, high = score_bounds(network, lo, hi, known)
     chosen = action[:, None]
     result: Tensor = low.gather(1, chosen)[:, 0] > high.scatter(1, chosen, -torch.inf).amax(1)
     return result

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from sortrl.errors import SortRLError
 from sortrl.files import read_tensors, write_tensors
+from sortrl.nets.frozen import Copies, EvaluationNetwork, Wires
 from sortrl.normalizer import Normalizer, stored_normalizer
 from sortrl.records import Certificate, Decision
 
@@ -31,7 +32,8 @@ Decided = tuple[npt.NDArray[np.int64], npt.NDArray[np.float64], npt.NDArray[np.i
 class CertifiedPolicy(nn.Module, ABC):
     """A policy that plays the arg-max of its scores and can prove within which radius that does not change.
 
-    A subclass has the network and, in :meth:`_decide` and :meth:`proven`, the proof.
+    A subclass has the network that is trained, and says in :meth:`_network` how its :class:`EvaluationNetwork` is made: that
+    has private copies of all tensors, and is what plays and what is certified (:mod:`sortrl.nets.frozen`).
     """
 
     kind: str
@@ -50,37 +52,77 @@ class CertifiedPolicy(nn.Module, ABC):
         n_actions: int = self.config.n_actions
         return n_actions
 
-    @property
-    @abstractmethod
-    def lipschitz(self) -> float:
-        """An l_inf constant of :meth:`scores` with respect to unit-space input."""
+    _frozen: tuple[EvaluationNetwork, Copies] | None = None
 
     @abstractmethod
-    def scores(self, unit: Tensor) -> Tensor:
-        """Scores (batch, n_actions) of the evaluation network; differentiable."""
-
-    @abstractmethod
-    def surrogate_scores(self, unit: Tensor, p: float) -> Tensor:
-        """The evaluation network with l_p norms for sort layers: smoother gradients for attacks. Not certified."""
+    def _network(self, copies: Copies) -> EvaluationNetwork:
+        """The evaluation network, made of nothing but what ``copies`` gives for the policy's parts."""
 
     @abstractmethod
     def calibrate(self, unit: Tensor) -> None:
-        """Re-estimate the running means with the evaluation network on unit-space states."""
+        """Re-estimate the running means on unit-space states."""
 
-    @abstractmethod
-    def _decide(self, unit: Tensor) -> Decided:
-        """Action, radius and runner-up of finite inputs; of equal scores the first action comes first."""
+    def evaluation(self, thorough: bool = False) -> EvaluationNetwork:
+        """The evaluation network; copied anew when the policy was changed.
 
-    @abstractmethod
+        Noticed are: parts and tensors that were replaced, writing that torch counts or that changes the largest number of a
+        tensor, and any change of what is still to be trained (``requires_grad``); with ``thorough``, all changes, at the price
+        of reading all weights. Until a change is noticed, play and certificates are both those of before.
+        """
+        return self._current(thorough)[0]
+
+    def _current(self, thorough: bool = False) -> tuple[EvaluationNetwork, Copies]:
+        frozen = self._frozen
+        if frozen is None or not (frozen[1].same() if thorough else frozen[1].unchanged()):
+            copies = Copies()
+            frozen = self._frozen = self._network(copies), copies
+        return frozen
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies and pickles, which must not have the evaluation network of another policy."""
+        return {**self.__dict__, "_frozen": None}
+
+    def train(self, mode: bool = True) -> Self:
+        self._frozen = None  # training begins or ends
+        return super().train(mode)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+        self._frozen = None  # other types, other devices
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        return self
+
+    def _differentiable(self) -> EvaluationNetwork:
+        """The evaluation network, which passes gradients on to the policy's parameters where they are wanted."""
+        network, copies = self._current()
+        if torch.is_grad_enabled() and copies.trainable():
+            return self._network(Wires(copies))
+        return network
+
+    @property
+    def lipschitz(self) -> float:
+        """An l_inf constant of :meth:`scores` with respect to unit-space input."""
+        return self.evaluation(thorough=True).lipschitz
+
+    def scores(self, unit: Tensor) -> Tensor:
+        """Scores (batch, n_actions) of the evaluation network; differentiable."""
+        return self._differentiable().scores(unit)
+
+    def surrogate_scores(self, unit: Tensor, p: float) -> Tensor:
+        """The evaluation network with l_p norms for sort layers: smoother gradients for attacks. Not certified."""
+        return self._differentiable().surrogate_scores(unit, p)
+
+    @torch.no_grad()
     def proven(self, lo: Tensor, hi: Tensor, action: Tensor) -> Tensor:
         """Whether (batch,) intervals prove that every input of the box [lo, hi] is answered with ``action`` (batch,)."""
+        return self.evaluation().proven(lo, hi, action)
 
-    @abstractmethod
+    @torch.no_grad()
     def reachable(self, unit: Tensor, eps_unit: float) -> npt.NDArray[np.bool_]:
         """Which actions (batch, n_actions) an input within ``eps_unit`` of each state might make the policy choose.
 
         The others provably cannot be forced; these perhaps cannot either: it is what is possible at most.
         """
+        return self.evaluation(thorough=True).reachable(unit, eps_unit)
 
     def describe(self) -> dict[str, Any]:
         """The configuration, for JSON."""
@@ -112,7 +154,7 @@ class CertifiedPolicy(nn.Module, ABC):
                 f"certify: inputs of shape {tuple(unit.shape)}, expected (batch, {', '.join(map(str, self.obs_shape))}) "
                 "without NaN or infinity; no decision can be certified for anything else."
             )
-        return Certificate(*self._decide(unit))
+        return Certificate(*self.evaluation(thorough=True).decide(unit))
 
     @torch.no_grad()
     def predict(
@@ -125,7 +167,7 @@ class CertifiedPolicy(nn.Module, ABC):
         """Actions for raw observations, one or a batch, with Stable-Baselines3's signature (always deterministic)."""
         obs = np.asarray(observation)
         single = obs.shape == self.obs_shape
-        actions = self.scores(self.normalize(obs[None] if single else obs)).argmax(1).numpy()
+        actions = self.evaluation().scores(self.normalize(obs[None] if single else obs)).argmax(1).numpy()
         return (actions[0] if single else actions), state
 
     @torch.no_grad()
@@ -139,7 +181,7 @@ class CertifiedPolicy(nn.Module, ABC):
         """
         obs = np.asarray(observation)
         single = obs.shape == self.obs_shape
-        action, radius, runner_up = self._decide(self.normalize(obs[None] if single else obs))
+        action, radius, runner_up = self.evaluation().decide(self.normalize(obs[None] if single else obs))
         return Decision(action[0], radius[0], runner_up[0]) if single else Decision(action, radius, runner_up)
 
     def as_classifier(self) -> nn.Module:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -12,12 +12,10 @@ import torch
 
 from sortrl.errors import MissingDependency
 from sortrl.files import atomic_path
-from sortrl.nets.bounds import LARGEST_ERROR, RADIUS_DOWN, SMALLEST_RADIUS, FrontPart
+from sortrl.nets.bounds import LARGEST_ERROR, LARGEST_NUMBER, RADIUS_DOWN, SMALLEST_RADIUS, ErrorBound, FrontPart
 from sortrl.nets.front import AveragePool, BoundedConv, Crop, Pixels
 from sortrl.nets.layers import SortConv, SortLinear
-
-if TYPE_CHECKING:
-    from sortrl.nets.policy import SortPolicy
+from sortrl.nets.policy import SortEvaluation, SortPolicy
 
 OPSET = 18  # the first in which reductions take their axes as an input; every current runtime has it
 IR_VERSION = 9
@@ -37,8 +35,10 @@ def export_onnx(policy: SortPolicy, path: str | Path) -> None:
     onnx = _onnx()
     graph = _Graph(onnx)
     unit = _normalized(graph, policy)
-    scores, magnitudes = _network(graph, policy, unit)
-    _certificate(graph, policy, scores, magnitudes)
+    network = policy.evaluation(thorough=True)
+    assert isinstance(network, SortEvaluation)
+    scores, magnitudes = _network(graph, network, unit)
+    _certificate(graph, network.bound, scores, magnitudes)
     kinds = onnx.TensorProto
     outputs = [("scores", kinds.FLOAT, ["batch", policy.n_actions])]
     outputs += [(name, kinds.INT64, ["batch"]) for name in ("action", "runner_up")]
@@ -114,22 +114,22 @@ def _normalized(graph: _Graph, policy: SortPolicy) -> str:
     return graph.add("Cast", unit, to=graph.onnx.TensorProto.FLOAT)
 
 
-def _network(graph: _Graph, policy: SortPolicy, unit: str) -> tuple[str, list[str]]:
+def _network(graph: _Graph, network: SortEvaluation, unit: str) -> tuple[str, list[str]]:
     """Scores, and the largest number of every stage, as in :func:`sortrl.nets.bounds.traced_scores`."""
     x, magnitudes = unit, []
-    for part in policy.front:
+    for part in network.front:
         most = graph.add("Mul", graph.largest(x), graph.constant([[part.lipschitz]], np.float64))
         if isinstance(part, BoundedConv):
             most = graph.add("Add", most, graph.constant([[part.offset]], np.float64))
         magnitudes.append(most)
         x = _front(graph, part, x)
     x = graph.flat(x)
-    for layer, shift in zip(policy.layers, policy.shifts, strict=False):
+    for layer, shift in zip(network.layers, network.shifts, strict=False):
         y = _sort_layer(graph, layer, x)
         x = graph.add("Sub", y, graph.constant(shift.running_mean.numpy(), np.float32))
         magnitudes += [graph.largest(y), graph.largest(x)]
-    y = _sort_layer(graph, policy.layers[-1], x)
-    bias = graph.constant(policy.bias.detach().numpy(), np.float32)
+    y = _sort_layer(graph, network.layers[-1], x)
+    bias = graph.constant(network.bias.detach().numpy(), np.float32)
     scores = graph.add("Neg", graph.add("Add", y, bias), name="scores")
     return scores, [*magnitudes, graph.largest(y), graph.largest(scores)]
 
@@ -177,13 +177,12 @@ def _sorted_distances(graph: _Graph, layer: SortLinear, x: str, axis: int) -> st
     return graph.add("ReduceSum", mixed, axes, keepdims=0)
 
 
-def _certificate(graph: _Graph, policy: SortPolicy, scores: str, magnitudes: list[str]) -> None:
+def _certificate(graph: _Graph, bound: ErrorBound, scores: str, magnitudes: list[str]) -> None:
     """Margin and radius as in :func:`sortrl.nets.bounds.margin_radius`."""
 
     def number(value: float) -> str:
         return graph.constant(value, np.float64)
 
-    bound = policy.error_bound()
     values, indices = graph.top(scores, 2)
     graph.column(indices, 0, "action")
     graph.column(indices, 1, "runner_up")
@@ -191,7 +190,8 @@ def _certificate(graph: _Graph, policy: SortPolicy, scores: str, magnitudes: lis
     margin = graph.add("Sub", graph.column(values, 0), graph.column(values, 1), name="margin")
     # 2 (error at the state + error at its perturbed twin, which lies within margin / 2L): as one affine map.
     weights = graph.constant(4.0 * np.array(bound.per_magnitude)[:, None], np.float64)
-    at_state = graph.column(graph.add("MatMul", graph.add("Concat", *magnitudes, axis=1), weights), 0)
+    together = graph.add("Concat", *magnitudes, axis=1)
+    at_state = graph.column(graph.add("MatMul", together, weights), 0)
     at_reach = graph.add("Mul", margin, number(bound.per_reach / bound.lipschitz))
     slack = graph.add("Add", graph.add("Add", at_state, at_reach), number(4.0 * bound.constant))
     radius = graph.add("Mul", graph.add("Sub", margin, slack), number(RADIUS_DOWN / (2.0 * bound.lipschitz)))
@@ -200,6 +200,9 @@ def _certificate(graph: _Graph, policy: SortPolicy, scores: str, magnitudes: lis
         graph.add("Greater", radius, number(SMALLEST_RADIUS)),
         graph.add("Less", slack, number(LARGEST_ERROR)),
     )
+    largest = graph.add("ReduceMax", together, graph.constant([1], np.int64), keepdims=0)
+    far = graph.add("Add", largest, graph.add("Mul", radius, number(bound.peak)))
+    meaningful = graph.add("And", meaningful, graph.add("Less", far, number(LARGEST_NUMBER)))
     wrong = graph.add("Or", graph.add("IsNaN", "obs"), graph.add("IsInf", "obs"))
     wrong = graph.flat(graph.add("Cast", wrong, to=graph.onnx.TensorProto.FLOAT))
     count = graph.add("ReduceSum", wrong, graph.constant([1], np.int64), keepdims=0)

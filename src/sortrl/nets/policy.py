@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import cast
 
@@ -24,10 +25,12 @@ from sortrl.nets.bounds import (
     error_bound,
     margin_radius,
     proven,
+    stages,
     traced_scores,
 )
 from sortrl.nets.certified import CertifiedPolicy, Decided, overflow, ranked
 from sortrl.nets.front import AveragePool, BoundedConv, Crop, Pixels, Scale
+from sortrl.nets.frozen import Copies, EvaluationNetwork, require_single
 from sortrl.nets.layers import MeanShift, SortConv, SortLinear
 from sortrl.normalizer import Normalizer
 from sortrl.records import Decision
@@ -85,6 +88,64 @@ class PolicyConfig:
                 raise SortRLError(
                     f"SortPolicy: {name} is {getattr(self, name)}, expected (channels, kernel, stride) for each layer."
                 )
+
+
+class SortEvaluation(EvaluationNetwork):
+    """The sort layers of a policy as they are evaluated: a :class:`sortrl.nets.bounds.Network` of private tensors."""
+
+    def __init__(self, policy: SortPolicy, copies: Copies) -> None:
+        copies.watch(policy)
+        self._copies = copies
+        self.front: tuple[FrontPart, ...] = tuple(copies(cast("nn.Sequential", policy.front)))  # type: ignore[arg-type]
+        self.layers: tuple[SortLinear, ...] = tuple(copies(cast("nn.ModuleList", policy.layers)))  # type: ignore[arg-type]
+        self.shifts: tuple[MeanShift, ...] = tuple(copies(cast("nn.ModuleList", policy.shifts)))  # type: ignore[arg-type]
+        self.bias = copies.tensor(policy, "bias")
+
+    @cached_property
+    def bound(self) -> ErrorBound:
+        require_single(self._copies)
+        return error_bound(self)
+
+    @cached_property
+    def lipschitz(self) -> float:
+        """The product over the parts."""
+        return math.prod(stage.lipschitz for stage in stages(self))
+
+    def scores(self, unit: Tensor) -> Tensor:
+        return self._through(unit, lambda layer, x: layer(x))
+
+    def surrogate_scores(self, unit: Tensor, p: float) -> Tensor:
+        return self._through(unit, lambda layer, x: layer.smooth(x, p))
+
+    def _through(self, unit: Tensor, apply: Callable[[SortLinear, Tensor], Tensor]) -> Tensor:
+        x = unit
+        for part in self.front:
+            x = part(x)
+        x = x.flatten(1)
+        for layer, shift in zip(self.layers, self.shifts, strict=False):
+            x = shift(apply(layer, x))
+        return -(apply(self.layers[-1], x) + self.bias)
+
+    def traced(self, unit: Tensor) -> tuple[Tensor, Tensor]:
+        """The scores, and the largest number of every stage, per state."""
+        return traced_scores(self, unit, self.bound.front)
+
+    def decide(self, unit: Tensor) -> Decided:
+        """The radius is (margin - rounding) / (2 L)."""
+        scores, magnitudes = self.traced(unit)
+        action, runner_up, margin = ranked(scores, unit)
+        return action, margin_radius(self.bound, magnitudes.cpu().numpy(), margin), runner_up
+
+    def reachable(self, unit: Tensor, eps_unit: float) -> npt.NDArray[np.bool_]:
+        """Score differences move by at most 2 L eps plus rounding: an action further behind than that cannot be forced."""
+        scores, magnitudes = self.traced(unit)
+        values = scores.numpy().astype(np.float64)
+        behind = values.max(1, keepdims=True) - values
+        possible: npt.NDArray[np.bool_] = margin_radius(self.bound, magnitudes.numpy()[:, None], behind) <= eps_unit
+        return possible
+
+    def proven(self, lo: Tensor, hi: Tensor, action: Tensor) -> Tensor:
+        return proven(self, lo, hi, action, self.bound)
 
 
 class SortPolicy(CertifiedPolicy):
@@ -177,36 +238,11 @@ class SortPolicy(CertifiedPolicy):
         self.bias = nn.Parameter(torch.zeros(self.n_actions))
         self.mu = nn.Parameter(torch.ones(()))  # temperature of the cross-entropy; never part of a margin
         self.register_buffer("p", torch.tensor(8.0, dtype=torch.float64))
-        self._bound: tuple[list[tuple[int, int]], ErrorBound, list[Tensor]] | None = None
 
     @property
     def trunk(self) -> SortPolicy:
         """The sort layers, which here are everything."""
         return self
-
-    @property
-    def lipschitz(self) -> float:
-        """The l_inf constant of :meth:`scores` with respect to unit-space input: the product over the parts."""
-        parts: list[SortLinear | MeanShift] = [*self.layers, *self.shifts]
-        return self._front_lipschitz * math.prod(part.lipschitz for part in parts)
-
-    @property
-    def _front_lipschitz(self) -> float:
-        return math.prod(part.lipschitz for part in self.front)
-
-    def scores(self, unit: Tensor) -> Tensor:
-        """Scores (batch, n_actions) of the evaluation network; differentiable."""
-        return self._through(unit, lambda layer, x: layer(x))
-
-    def surrogate_scores(self, unit: Tensor, p: float) -> Tensor:
-        """The evaluation network with l_p norms for sort layers: smoother gradients for attacks. Not certified."""
-        return self._through(unit, lambda layer, x: layer.smooth(x, p))
-
-    def _through(self, unit: Tensor, apply: Callable[[SortLinear, Tensor], Tensor]) -> Tensor:
-        x = self.front(unit).flatten(1)
-        for layer, shift in zip(self.layers, self.shifts, strict=False):
-            x = shift(apply(layer, x))
-        return -(apply(self.layers[-1], x) + self.bias)
 
     def training_scores(self, unit: Tensor, generator: torch.Generator | None = None) -> Tensor:
         """Scores of the training network: l_p norms with the current ``p``, random masks, batch means.
@@ -264,37 +300,17 @@ class SortPolicy(CertifiedPolicy):
             shift.running_mean.copy_(y.double().mean(0))
             x = shift(y)
 
-    def _decide(self, unit: Tensor) -> Decided:
-        """The radius is (margin - rounding) / (2 L)."""
-        scores, magnitudes = traced_scores(self, unit)
-        action, runner_up, margin = ranked(scores, unit)
-        return action, margin_radius(self.error_bound(), magnitudes.cpu().numpy(), margin), runner_up
-
-    @torch.no_grad()
-    def reachable(self, unit: Tensor, eps_unit: float) -> npt.NDArray[np.bool_]:
-        """Score differences move by at most 2 L eps plus rounding: an action further behind than that cannot be forced."""
-        scores, magnitudes = traced_scores(self, unit)
-        values = scores.numpy().astype(np.float64)
-        behind = values.max(1, keepdims=True) - values
-        possible: npt.NDArray[np.bool_] = (
-            margin_radius(self.error_bound(), magnitudes.numpy()[:, None], behind) <= eps_unit
-        )
-        return possible
-
-    def proven(self, lo: Tensor, hi: Tensor, action: Tensor) -> Tensor:
-        return proven(self, lo, hi, action)
+    def _network(self, copies: Copies) -> EvaluationNetwork:
+        return SortEvaluation(self, copies)
 
     def error_bound(self) -> ErrorBound:
-        """Lipschitz constant and rounding errors: what certificates need of the fixed parts of the network.
+        """Lipschitz constant and rounding errors: what certificates need of the fixed parts of the network."""
+        return self._sort_network(thorough=True).bound
 
-        Found anew when a part or a tensor behind it was replaced or written to: a stale bound would be an unsound one.
-        """
-        tensors = [tensor for part in (*self.front, *self.layers) for tensor in part._buffers.values()]
-        tensors += [tensor for part in self.front for tensor in part.parameters()]
-        state = [(id(tensor), -1 if tensor.is_inference() else tensor._version) for tensor in tensors]
-        if self._bound is None or self._bound[0] != state:
-            self._bound = state, error_bound(self), tensors  # kept, so that no other tensor gets their addresses
-        return self._bound[1]
+    def _sort_network(self, thorough: bool = False) -> SortEvaluation:
+        network = self.evaluation(thorough)
+        assert isinstance(network, SortEvaluation)
+        return network
 
     @torch.no_grad()
     def predict_certified(self, observation: npt.ArrayLike) -> Decision:
@@ -302,11 +318,12 @@ class SortPolicy(CertifiedPolicy):
         obs = np.asarray(observation)
         if obs.shape == self.obs_shape:
             unit = self.normalize(obs[None])
-            action, radius, runner_up, margin = decide_one(self, self.error_bound(), unit)
+            network = self._sort_network()
+            action, radius, runner_up, margin = decide_one(network, network.bound, unit)
             if not math.isfinite(margin):
                 raise overflow(unit)
             return Decision(np.int64(action), np.float64(radius), np.int64(runner_up))
-        return Decision(*self._decide(self.normalize(obs)))
+        return Decision(*self.evaluation().decide(self.normalize(obs)))
 
     def export_onnx(self, path: str | Path) -> None:
         """Write the evaluation network as ONNX: raw observation in; action, scores and certified radius out.

@@ -20,10 +20,11 @@ from sortrl.errors import SortRLError
 from sortrl.memory import require
 from sortrl.nets.bounds import box_around
 from sortrl.nets.certified import CertifiedPolicy, Decided, ranked
+from sortrl.nets.frozen import Copies, EvaluationNetwork, require_single
 from sortrl.nets.intervals import IntervalHead
 from sortrl.normalizer import Normalizer
 
-UNUSED = 1000.0  # a threshold above all that an image can show: its answer is always no
+UNUSED = 1000.0  # a threshold from here on stands for none: its answer is no, whatever the number
 REACH = 1.0  # radii are not sought beyond this; pixels are between 0 and 1
 BISECTIONS = 8
 FIRST_STEP = 0.5 / 255
@@ -53,10 +54,10 @@ class Rounding(nn.Module):
 
     def forward(self, unit: Tensor) -> Tensor:
         numbers = unit[:, None]
-        above = (numbers > self.thresholds).to(unit.dtype)
+        used = self.thresholds < UNUSED
+        above = ((numbers > self.thresholds) & used).to(unit.dtype)
         if unit.requires_grad:
-            used = (self.thresholds < UNUSED).to(unit.dtype)
-            above = above + used * (numbers - numbers.detach())
+            above = above + used.to(unit.dtype) * (numbers - numbers.detach())
         return above.flatten(1, 2)
 
     def distance(self, unit: Tensor) -> Tensor:
@@ -104,6 +105,84 @@ class RoundedConfig:
             )
 
 
+class RoundedEvaluation(EvaluationNetwork):
+    """Thresholds, and the layers behind them in float64."""
+
+    def __init__(self, policy: RoundedPolicy, copies: Copies) -> None:
+        copies.watch(policy)
+        self._copies = copies
+        self.rounding = copies(policy.rounding)
+        self.head = copies(policy.head)
+
+    @property
+    def lipschitz(self) -> float:
+        """A step is no Lipschitz function. What is certified rests on how far away the steps are."""
+        return math.inf
+
+    def scores(self, unit: Tensor) -> Tensor:
+        """In float64, where the rounding of sums is next to nothing; for gradients, which only say where to go, in float32."""
+        answers = self.rounding(unit)
+        scores: Tensor = self.head(answers if answers.requires_grad else answers.double()).float()
+        return scores
+
+    def surrogate_scores(self, unit: Tensor, p: float) -> Tensor:
+        """There are no sort layers to smooth; the gradient is that of :meth:`scores`."""
+        return self.scores(unit)
+
+    def decide(self, unit: Tensor) -> Decided:
+        """The radius is at least the distance to the nearest threshold; more, where intervals prove more."""
+        require_single(self._copies)
+        answers = self.rounding(unit)
+        exact: Tensor = self.head(answers.double())
+        action, runner_up, _ = ranked(exact.float(), unit)
+        chosen = torch.from_numpy(action)
+        certain = (self._same_leads(answers, exact, chosen) > 0).all(1)
+        untouched = (self.rounding.distance(unit).clamp(max=REACH) - SLACK).clamp(min=0.0)
+        radius = torch.where(certain, untouched, torch.zeros_like(untouched))
+        # Behind the nearest threshold there often are hundreds more: it is worth a search only if a first step succeeds.
+        further = certain & self._holds(unit, untouched + FIRST_STEP, chosen, careful=False)
+        if bool(further.any()):
+            radius[further] = self._searched(unit[further], untouched[further], chosen[further])
+        return action, radius.numpy(), runner_up
+
+    def _same_leads(self, answers: Tensor, exact: Tensor, action: Tensor) -> Tensor:
+        """What is certain of the leads of the action when nothing changes but the order of sums."""
+        if self.head.norms:
+            rows = zip(torch.split(answers, ROWS_AT_ONCE), torch.split(action, ROWS_AT_ONCE), strict=True)
+            return torch.cat([self.head.leads_over(same.double(), same.double(), a, careful=True) for same, a in rows])
+        return self.head.same_leads(exact, action, 1.0, tuple(answers.shape[1:]))
+
+    def _searched(self, unit: Tensor, untouched: Tensor, action: Tensor) -> Tensor:
+        """The largest radius that intervals prove, by bisection in single precision; what is returned was proven in double."""
+        low, high = untouched + FIRST_STEP, torch.full_like(untouched, REACH)
+        for _ in range(BISECTIONS):
+            middle = (low + high) / 2
+            holding = self._holds(unit, middle, action, careful=False)
+            low, high = torch.where(holding, middle, low), torch.where(holding, high, middle)
+        return torch.where(self._holds(unit, low, action, careful=True), low, untouched)
+
+    def _holds(self, unit: Tensor, radius: Tensor, action: Tensor, careful: bool) -> Tensor:
+        """Whether (batch,) intervals prove the actions while inputs move by at most ``radius`` (batch,)."""
+        lo, hi = box_around(unit, radius.reshape(-1, 1, 1, 1), None, None)
+        return (self._leads(lo, hi, action, careful) > 0).all(1)
+
+    def _leads(self, lo: Tensor, hi: Tensor, action: Tensor, careful: bool = True) -> Tensor:
+        """Thresholds are monotone, so the corners of a box of inputs give the box of their answers."""
+        low, high = self.rounding(lo), self.rounding(hi)
+        if careful:
+            low, high = low.double(), high.double()
+        return self.head.leads_over(low, high, action, careful)
+
+    def reachable(self, unit: Tensor, eps_unit: float) -> npt.NDArray[np.bool_]:
+        action = self.scores(unit).argmax(1)
+        possible: npt.NDArray[np.bool_] = (~(self._leads(*box_around(unit, eps_unit, None, None), action) > 0)).numpy()
+        possible[np.arange(len(unit)), action.numpy()] = True
+        return possible
+
+    def proven(self, lo: Tensor, hi: Tensor, action: Tensor) -> Tensor:
+        return (self._leads(lo, hi, action) > 0).all(1)
+
+
 class RoundedPolicy(CertifiedPolicy):
     """Thresholds, then convolutions and linear layers. Arguments are the fields of :class:`RoundedConfig`.
 
@@ -140,74 +219,8 @@ class RoundedPolicy(CertifiedPolicy):
             (levels * channels, height, width), self.config.hidden, self.n_actions, self.config.conv, norm
         )
 
-    @property
-    def lipschitz(self) -> float:
-        """A step is no Lipschitz function. What is certified rests on how far away the steps are."""
-        return math.inf
-
-    def scores(self, unit: Tensor) -> Tensor:
-        """In float64, where the rounding of sums is next to nothing; for gradients, which only say where to go, in float32."""
-        answers = self.rounding(unit)
-        scores: Tensor = self.head(answers if answers.requires_grad else answers.double()).float()
-        return scores
-
-    def surrogate_scores(self, unit: Tensor, p: float) -> Tensor:
-        """There are no sort layers to smooth; the gradient is that of :meth:`scores`."""
-        return self.scores(unit)
-
     def calibrate(self, unit: Tensor) -> None:
         """Nothing is estimated from states."""
 
-    def _decide(self, unit: Tensor) -> Decided:
-        """The radius is at least the distance to the nearest threshold; more, where intervals prove more."""
-        answers = self.rounding(unit)
-        exact: Tensor = self.head(answers.double())
-        action, runner_up, _ = ranked(exact.float(), unit)
-        chosen = torch.from_numpy(action)
-        certain = (self._same_leads(answers, exact, chosen) > 0).all(1)
-        untouched = (self.rounding.distance(unit).clamp(max=REACH) - SLACK).clamp(min=0.0)
-        radius = torch.where(certain, untouched, torch.zeros_like(untouched))
-        # Behind the nearest threshold there often are hundreds more: it is worth a search only if a first step succeeds.
-        further = certain & self._holds(unit, untouched + FIRST_STEP, chosen, careful=False)
-        if bool(further.any()):
-            radius[further] = self._searched(unit[further], untouched[further], chosen[further])
-        return action, radius.numpy(), runner_up
-
-    def _same_leads(self, answers: Tensor, exact: Tensor, action: Tensor) -> Tensor:
-        """What is certain of the leads of the action when nothing changes but the order of sums."""
-        if self.config.norm:
-            rows = zip(torch.split(answers, ROWS_AT_ONCE), torch.split(action, ROWS_AT_ONCE), strict=True)
-            return torch.cat([self.head.leads_over(same.double(), same.double(), a, careful=True) for same, a in rows])
-        return self.head.same_leads(exact, action, 1.0, tuple(answers.shape[1:]))
-
-    def _searched(self, unit: Tensor, untouched: Tensor, action: Tensor) -> Tensor:
-        """The largest radius that intervals prove, by bisection in single precision; what is returned was proven in double."""
-        low, high = untouched + FIRST_STEP, torch.full_like(untouched, REACH)
-        for _ in range(BISECTIONS):
-            middle = (low + high) / 2
-            holding = self._holds(unit, middle, action, careful=False)
-            low, high = torch.where(holding, middle, low), torch.where(holding, high, middle)
-        return torch.where(self._holds(unit, low, action, careful=True), low, untouched)
-
-    def _holds(self, unit: Tensor, radius: Tensor, action: Tensor, careful: bool) -> Tensor:
-        """Whether (batch,) intervals prove the actions while inputs move by at most ``radius`` (batch,)."""
-        lo, hi = box_around(unit, radius.reshape(-1, 1, 1, 1), None, None)
-        return (self._leads(lo, hi, action, careful) > 0).all(1)
-
-    def _leads(self, lo: Tensor, hi: Tensor, action: Tensor, careful: bool = True) -> Tensor:
-        """Thresholds are monotone, so the corners of a box of inputs give the box of their answers."""
-        low, high = self.rounding(lo), self.rounding(hi)
-        if careful:
-            low, high = low.double(), high.double()
-        return self.head.leads_over(low, high, action, careful)
-
-    @torch.no_grad()
-    def reachable(self, unit: Tensor, eps_unit: float) -> npt.NDArray[np.bool_]:
-        action = self.scores(unit).argmax(1)
-        possible: npt.NDArray[np.bool_] = (~(self._leads(*box_around(unit, eps_unit, None, None), action) > 0)).numpy()
-        possible[np.arange(len(unit)), action.numpy()] = True
-        return possible
-
-    @torch.no_grad()
-    def proven(self, lo: Tensor, hi: Tensor, action: Tensor) -> Tensor:
-        return (self._leads(lo, hi, action) > 0).all(1)
+    def _network(self, copies: Copies) -> EvaluationNetwork:
+        return RoundedEvaluation(self, copies)
