@@ -37,7 +37,10 @@ PLAIN_NAMES = {
 
 def summary_table() -> str:
     """One line per domain, or two where one would flatter: teacher and student, clean and attacked, and the certified share."""
-    lines = ["| task | student | ε | teacher: clean → PGD-10 | student: clean → PGD-10 | certified at ε |", "|---|---|---|---|---|---|"]
+    lines = [
+        "| task | student | ε | teacher's return | student's return | certified |",
+        "|---|---|---|---|---|---|",
+    ]
     for protocol, task in (("paper", "Acrobot-v1"), ("normalised", "LunarLander-v3")):
         agents = _results("fig1")["curves"][protocol][task]
         returns = [_arrow(*(_at(agents[agent]["curve"], eps) for eps in (0.0, 0.1))) for agent in ("expert", "ours")]
@@ -50,7 +53,9 @@ def summary_table() -> str:
     procgen_cells = [entry for entry in _results("table2")["cells"] if entry["cell"]["levels"] == "eval"]
     returns = [_arrow(*_cells(procgen_cells, "Coinrun", agent, 5)) for agent in ("PPO", "sortrl")]
     share = _certified(procgen_cells, "Coinrun", "sortrl", 5)
-    lines.append(f"| ProcGen CoinRun, unseen levels | SortNet with head | 5/255 | {' | '.join(returns)} | {_percent(share)} |")
+    lines.append(
+        f"| ProcGen CoinRun, unseen levels | SortNet with head | 5/255 | {' | '.join(returns)} | {_percent(share)} |"
+    )
     for game in ("Pong", "BankHeist"):
         cells = _results("table1")["cells"]
         returns = [_arrow(*_cells(cells, game, agent, 5)) for agent in (atari.TEACHER, "sortrl, rounded")]
@@ -74,7 +79,7 @@ def _percent(share: float) -> str:
 
 def _arrow(clean: float, attacked: float) -> str:
     digits = 1 if abs(clean) < 10 else 0
-    return f"{clean:.{digits}f} → {attacked:.{digits}f}"
+    return f"{clean:.{digits}f}&nbsp;→&nbsp;{attacked:.{digits}f}"
 
 
 def _cells(cells: list[dict[str, Any]], game: str, agent: str, level: int) -> tuple[float, float]:
@@ -279,7 +284,7 @@ def draw_picture() -> None:
         save_png(
             chart,
             ROOT / "results" / "cartpole.png",
-            "CartPole-v1: the certified radius of every decision of one episode",
+            "CartPole-v1: one episode",
         )
 
 
