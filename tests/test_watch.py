@@ -207,6 +207,22 @@ def test_watch_command(capsys, run, tmp_path):
     assert _frames(run / "episode.gif")[0].width == film.WIDTH
 
 
+def test_watch_shows_the_teacher_under_the_same_attack(capsys, tmp_path):
+    out, record = tmp_path / "film.gif", tmp_path / "watch.json"
+    options = ["--beside-teacher", "--eps", "0.075", "--max-steps", "20", "--out", str(out), "--json", str(record)]
+    cli.main(["watch", "zoo:breakout", *options])
+    teacher, student = json.loads(record.read_text())
+    assert [(episode["agent"], episode["attack"]) for episode in (teacher, student)] == [
+        ("teacher", "PGD-10"),
+        ("student", "PGD-10"),
+    ]
+    assert teacher["changed"], "the attack must reach the teacher"
+    assert set(teacher["radii"]) == {0.0}, "a teacher has no certificates"
+    assert max(student["radii"]) > 0.075
+    assert "teacher PGD-10" in capsys.readouterr().out
+    assert _frames(out)[0].width == 2 * film.WIDTH + film._GAP
+
+
 def test_certify_command_draws_and_tells_what_is_proven(capsys, run, student, tmp_path):
     arguments = ["--eps", "0.02", "0.1", "--episodes", "3", "--return-episodes", "2", "--budget", "300"]
     cli.main(["certify", str(run), *arguments, "--seed", "2", "--json", str(tmp_path / "c.json")])
@@ -234,6 +250,7 @@ def test_certify_command_draws_and_tells_what_is_proven(capsys, run, student, tm
         (["watch", "{run}", "--out", "film.mp4"], "ends in .gif"),
         (["watch", "{run}", "--eps", "-1"], "eps is -1"),
         (["watch", "{run}", "--max-steps", "0"], "max_steps 0"),
+        (["watch", "{run}", "--beside-teacher"], "has no teacher to show"),
         (["certify", "{run}", "--budget", "0"], "budget 0"),
         (["certify", "{run}", "--return-episodes", "0"], "return_episodes 0"),
     ],

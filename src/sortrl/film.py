@@ -87,7 +87,9 @@ class _Panel:
 
     def _words(self, draw: ImageDraw.ImageDraw, played: int, y: int) -> None:
         episode, ended = self.episode, played == len(self.episode)
-        draw.text((4, 4), "clean" if episode.attack == "none" else episode.attack, fill=_INK, font=_font(12))
+        attack = "clean" if episode.attack == "none" else episode.attack
+        title = f"{episode.agent}, {attack}" if episode.agent else attack
+        draw.text((4, 4), title, fill=_INK, font=_font(12))
         if played:
             share = f"{math.floor(100 * self.certified[played] / played)} % certified at ε = {episode.eps_unit:g}"
             draw.text((WIDTH - 4, 5), share, fill=_MUTED, font=_font(10), anchor="ra")

@@ -18,11 +18,15 @@ from sortrl.envs import describe
 from sortrl.errors import SortRLError
 from sortrl.evaluate import valid_range
 from sortrl.nets import CertifiedPolicy
+from sortrl.records import Policy
 
 
 @dataclass(frozen=True)
 class Episode:
-    """One played episode: arrays with one entry per step. ``changed`` tells where the attack changed the action."""
+    """One played episode: arrays with one entry per step. ``changed`` tells where the attack changed the action.
+
+    ``agent`` names who played; an agent without certificates, such as a teacher, has radii of 0.
+    """
 
     env_id: str
     seed: int
@@ -32,6 +36,7 @@ class Episode:
     radii: npt.NDArray[np.float64]
     changed: npt.NDArray[np.bool_]
     rewards: npt.NDArray[np.float64]
+    agent: str = ""
 
     def __len__(self) -> int:
         return len(self.actions)
@@ -49,6 +54,7 @@ class Episode:
         """The episode as plain JSON values."""
         return {
             "env_id": self.env_id,
+            "agent": self.agent,
             "seed": self.seed,
             "attack": self.attack,
             "eps": self.eps_unit,
@@ -61,16 +67,18 @@ class Episode:
 
 
 def play(
-    policy: CertifiedPolicy,
+    policy: Policy,
     env: str,
     eps: float,
     attack: Attack | None = None,
     seed: int = 0,
     max_steps: int | None = None,
+    name: str = "",
 ) -> Episode:
     """Play the episode that ``seed`` names, every observation perturbed by ``attack`` within ``eps`` (unit space).
 
-    Radii are those of the true observations. Without an attack, eps only says what counts as certified.
+    Radii are those of the true observations; a policy without certificates (a teacher) has radii of 0. Without an attack,
+    eps only says what counts as certified. ``name`` is what the film calls the policy.
 
     >>> from sortrl.nets import SortPolicy
     >>> episode = play(SortPolicy((4,), 2, width=16, depth=3), "CartPole-v1", eps=0.1, max_steps=5)
@@ -97,12 +105,11 @@ def play(
         if max_steps is not None and len(steps) >= max_steps:
             return None
         unit = policy.normalize(playing[0].obs[None])
-        certificate = policy.certify_unit(unit)
-        action, changed = int(certificate.action[0]), False
+        action, radius, changed = *_decide(policy, unit), False
         if attack is not None and eps > 0:
             result = attack(policy, unit, eps, low, high, generator)
             action, changed = int(result.action[0]), bool(result.changed[0])
-        steps.append((action, float(certificate.radius[0]), changed))
+        steps.append((action, radius, changed))
         return [action]
 
     with envs.EnvSlots(env, 1) as slots:
@@ -117,7 +124,16 @@ def play(
         radii=np.array(radii, dtype=np.float64),
         changed=np.array(changes, dtype=np.bool_),
         rewards=np.array(rewards, dtype=np.float64),
+        agent=name,
     )
+
+
+def _decide(policy: Policy, unit: torch.Tensor) -> tuple[int, float]:
+    if isinstance(policy, CertifiedPolicy):
+        certificate = policy.certify_unit(unit)
+        return int(certificate.action[0]), float(certificate.radius[0])
+    with torch.no_grad():
+        return int(policy.scores(unit).argmax(dim=1)), 0.0
 
 
 def least_certain(episode: Episode, count: int = 4, apart: int = 5) -> list[int]:

@@ -19,6 +19,7 @@ def watch(
     seed: int = 0,
     out: Path | None = None,
     max_steps: int | None = None,
+    beside_teacher: bool = False,
     threads: int | None = None,
     json: Path | None = None,
 ) -> None:
@@ -34,6 +35,7 @@ def watch(
         seed: Chooses the episode.
         out: File to write [RUN/episode.gif; for zoo:NAME, runs/zoo-NAME/episode.gif].
         max_steps: Stop after so many steps.
+        beside_teacher: Show the teacher under the same attack instead of the student's clean episode.
         threads: Threads to use [all cores].
         json: Write actions and radii of every step here.
     """
@@ -42,24 +44,35 @@ def watch(
     from sortrl.evaluate import episode_seeds
     from sortrl.files import read_json, write_json
     from sortrl.film import film
+    from sortrl.records import Policy
     from sortrl.report.page import FILM
     from sortrl.run import read_run, trained_eps
     from sortrl.watch import play
 
     use_threads(threads)
-    env_id, policy, _ = read_run(run)
+    env_id, policy, teacher = read_run(run)
     size = trained_eps(run) if eps is None else eps
     check_each_eps(policy, env_id, (size,))
     path = out or output_folder(run) / FILM
     if path.suffix.lower() != ".gif":
         raise SortRLError(f"--out is {path}, expected a name that ends in .gif.")
-    chosen = [None] if attack == "none" else [None, attacks.by_name(attack)]
+    adversary = None if attack == "none" else attacks.by_name(attack)
+    if beside_teacher:
+        if teacher is None:
+            raise SortRLError(f"--beside-teacher: {run} has no teacher to show. Choose a run that keeps its teacher.")
+        shown: list[tuple[str, Policy, attacks.Attack | None]] = [
+            ("teacher", teacher, adversary),
+            ("student", policy, adversary),
+        ]
+    else:
+        shown = [("", policy, how) for how in ((None,) if adversary is None else (None, adversary))]
     episode_seed = episode_seeds(seed, 1)[0]
-    episodes = [play(policy, env_id, size, adversary, episode_seed, max_steps) for adversary in chosen]
+    episodes = [play(agent, env_id, size, how, episode_seed, max_steps, name) for name, agent, how in shown]
     for episode in episodes:
         share = f"{episode.certified.mean():.1%} of {len(episode)} steps certified at eps {size:g}"
         changed = "" if episode.attack == "none" else f", {episode.changed.sum()} actions changed"
-        print(f"{episode.attack:<10} return {episode.total:g}: {share}{changed}")
+        who = f"{episode.agent} " if episode.agent else ""
+        print(f"{who}{episode.attack:<10} return {episode.total:g}: {share}{changed}")
     if json is not None:
         write_json(json, [episode.to_json() for episode in episodes])
     draw_off_screen()
