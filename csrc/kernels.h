@@ -41,6 +41,6 @@ struct Kernels {
 
 constexpr int64_t kMaxTop = 32;  // the longest mix the sort kernels take
 
-enum Limit { kLimitMax = 0, kLimitPower8 = 1, kLimitPower8Train = 2, kLimitSort = 3 };
+enum Limit { kLimitMax = 0, kLimitPower8 = 1, kLimitPower8Train = 2 };
 
 }  // namespace sortrl

@@ -1,4 +1,4 @@
-// The max layer, y[b, k] = max_i |x[b, i] - w[k, i]|, its gradient, and its range over a box.
+// The max layer, y[b, k] = max_i |x[b, i] - w[k, i]|, and its gradient. (For its range over a box, see sort.h.)
 #pragma once
 
 #include <cmath>

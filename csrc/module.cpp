@@ -1,16 +1,18 @@
-// Python bindings: addresses and sizes in, nothing out. sortrl/ops/cpu.py is the only caller and has checked that
-// every address belongs to a contiguous tensor of the size and type it says.
+// Python bindings: tensors in, nothing out; results are written to tensors of the caller. A call whose tensors do not fit
+// together raises an error that names the argument.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
+#include <cmath>
 #include <cstring>
+#include <limits>
 #include <string>
 #include <vector>
 
+#include "argument.h"
 #include "kernels.h"
-
-namespace nb = nanobind;
 
 namespace sortrl {
 namespace SORTRL_ISA {
@@ -20,22 +22,72 @@ extern const Kernels kernels;
 namespace {
 
 const Kernels& kernels = SORTRL_ISA::kernels;
+using Release = nb::gil_scoped_release;
 
-template <class T>
-T* at(uintptr_t address) {
-  return reinterpret_cast<T*>(address);
+// What every kernel takes: x (batch, in), w (out, in), and masks (chunks, in) and (chunks, out) or None.
+struct Layer {
+  Argument x, w, in_keep, out_keep;
+  Problem problem;
+
+  Layer(nb::handle x_, nb::handle w_, nb::handle in_keep_, nb::handle out_keep_, int threads, const char* x_name = "x")
+      : x(x_name, x_), w("w", w_), in_keep("in_keep", in_keep_), out_keep("out_keep", out_keep_) {
+    problem.w = w.floats({kAny, kAny});
+    problem.out = w.size(0);
+    problem.in = w.size(1);
+    for (const int64_t side : {problem.in, problem.out})
+      if (side < 1 || side > std::numeric_limits<int32_t>::max())  // positions have 32 bits
+        throw BadCall("w has a side of " + std::to_string(side) + "; expected 1 to 2^31 - 1.");
+    problem.x = x.floats({kAny, problem.in});
+    problem.batch = x.size(0);
+    problem.in_keep = in_keep ? in_keep.bools({kAny, problem.in}) : nullptr;
+    const int64_t in_chunks = in_keep ? in_keep.size(0) : kAny;
+    problem.out_keep = out_keep ? out_keep.bools({in_chunks, problem.out}) : nullptr;
+    const int64_t chunks = in_keep ? in_chunks : out_keep ? out_keep.size(0) : 1;
+    if (chunks < 1) throw BadCall("the masks have no rows; expected one per chunk of the batch.");
+    problem.chunks = problem.batch ? chunks : 0;
+    problem.threads = threads;
+  }
+  Layer(nb::handle x, nb::handle w, int threads, const char* x_name = "x")
+      : Layer(x, w, nb::none(), nb::none(), threads, x_name) {}
+
+  float* like_x(const Argument& a) const { return a.floats({problem.batch, problem.in}); }
+  float* like_w(const Argument& a) const { return a.floats({problem.out, problem.in}); }
+  float* like_y(const Argument& a) const { return a.floats({problem.batch, problem.out}); }
+};
+
+// The gradients asked for: a tensor to add to, or None.
+struct Gradients {
+  Argument x, w;
+  float *to_x, *to_w;
+
+  Gradients(const Layer& layer, nb::handle x_, nb::handle w_)
+      : x("grad_x", x_, true), w("grad_w", w_, true), to_x(x ? layer.like_x(x) : nullptr),
+        to_w(w ? layer.like_w(w) : nullptr) {}
+};
+
+struct Mix {
+  Argument tensor;
+  const float* weights;
+  int64_t top;
+
+  Mix(const Layer& layer, nb::handle mix) : tensor("mix", mix), weights(tensor.floats({kAny})), top(tensor.size(0)) {
+    const int64_t longest = std::min(kMaxTop, layer.problem.in);
+    if (top < 1 || top > longest)
+      throw BadCall("mix has " + std::to_string(top) + " weights; expected 1 to " + std::to_string(longest) + ".");
+  }
+};
+
+float checked_exponent(float p) {
+  if (!(p >= 2.0f) || std::isinf(p)) throw BadCall("p is " + std::to_string(p) + "; expected a finite number from 2.");
+  return p;
 }
 
-
-Problem problem_of(uintptr_t x, uintptr_t w, int64_t batch, int64_t in, int64_t out, uintptr_t in_keep,
-                   uintptr_t out_keep, int64_t chunks, int threads) {
-  return {at<const float>(x),        at<const float>(w),         batch,  in,     out,
-          at<const uint8_t>(in_keep), at<const uint8_t>(out_keep), chunks, threads};
-}
-
-bool all_finite(uintptr_t data, int64_t n) {
-  // x - x is 0 for a finite x and NaN otherwise; integer logic keeps the loop free of branches.
-  const float* values = at<const float>(data);
+bool all_finite(nb::handle tensor) {
+  const Argument argument("tensor", tensor);
+  const float* values = argument.floats();
+  const int64_t n = argument.elements();
+  const Release release;
+  // A non-finite number is one whose exponent has all bits set; integer logic keeps the loop free of branches.
   uint32_t bad = 0;
   for (int64_t i = 0; i < n; ++i) {
     uint32_t bits;
@@ -43,6 +95,82 @@ bool all_finite(uintptr_t data, int64_t n) {
     bad |= uint32_t((bits & 0x7f800000u) == 0x7f800000u);
   }
   return bad == 0;
+}
+
+void max_forward(nb::handle x, nb::handle w, nb::handle in_keep, nb::handle out_keep, int threads, nb::handle y) {
+  const Layer layer(x, w, in_keep, out_keep, threads);
+  const Argument result("y", y, true);
+  float* to = layer.like_y(result);
+  const Release release;
+  kernels.max_forward(layer.problem, to);
+}
+
+void max_backward(nb::handle x, nb::handle w, nb::handle in_keep, nb::handle out_keep, int threads, nb::handle y,
+                  nb::handle grad, nb::handle grad_x, nb::handle grad_w) {
+  const Layer layer(x, w, in_keep, out_keep, threads);
+  const Argument result("y", y), gradient("grad", grad);
+  const Gradients to(layer, grad_x, grad_w);
+  const float *from_y = layer.like_y(result), *from_grad = layer.like_y(gradient);
+  const Release release;
+  kernels.max_backward(layer.problem, from_y, from_grad, to.to_x, to.to_w);
+}
+
+void lp_forward(nb::handle x, nb::handle w, nb::handle in_keep, nb::handle out_keep, int threads, float p,
+                nb::handle y) {
+  const Layer layer(x, w, in_keep, out_keep, threads);
+  const Argument result("y", y, true);
+  float* to = layer.like_y(result);
+  checked_exponent(p);
+  const Release release;
+  kernels.lp_forward(layer.problem, p, to);
+}
+
+void lp_backward(nb::handle x, nb::handle w, nb::handle in_keep, nb::handle out_keep, int threads, float p,
+                 nb::handle y, nb::handle grad, nb::handle grad_x, nb::handle grad_w) {
+  const Layer layer(x, w, in_keep, out_keep, threads);
+  const Argument result("y", y), gradient("grad", grad);
+  const Gradients to(layer, grad_x, grad_w);
+  const float *from_y = layer.like_y(result), *from_grad = layer.like_y(gradient);
+  checked_exponent(p);
+  const Release release;
+  kernels.lp_backward(layer.problem, p, from_y, from_grad, to.to_x, to.to_w);
+}
+
+void sort_forward(nb::handle x, nb::handle w, int threads, nb::handle mix, nb::handle y) {
+  const Layer layer(x, w, threads);
+  const Mix weights(layer, mix);
+  const Argument result("y", y, true);
+  float* to = layer.like_y(result);
+  const Release release;
+  kernels.sort_forward(layer.problem, weights.weights, weights.top, to);
+}
+
+void sort_backward(nb::handle x, nb::handle w, int threads, nb::handle mix, nb::handle grad, nb::handle grad_x,
+                   nb::handle grad_w) {
+  const Layer layer(x, w, threads);
+  const Mix weights(layer, mix);
+  const Argument gradient("grad", grad);
+  const Gradients to(layer, grad_x, grad_w);
+  const float* from_grad = layer.like_y(gradient);
+  const Release release;
+  kernels.sort_backward(layer.problem, weights.weights, weights.top, from_grad, to.to_x, to.to_w);
+}
+
+void sort_bounds(nb::handle lo, nb::handle hi, nb::handle w, int threads, nb::handle mix, nb::handle y_lo,
+                 nb::handle y_hi) {
+  const Layer layer(lo, w, threads, "lo");
+  const Mix weights(layer, mix);
+  const Argument upper("hi", hi), lower_result("y_lo", y_lo, true), upper_result("y_hi", y_hi, true);
+  const Box box{layer.problem, layer.like_x(upper)};
+  float *to_lo = layer.like_y(lower_result), *to_hi = layer.like_y(upper_result);
+  const Release release;
+  kernels.sort_bounds(box, weights.weights, weights.top, to_lo, to_hi);
+}
+
+double limit(int op, int threads, double seconds) {
+  if (op < kLimitMax || op > kLimitPower8Train) throw BadCall("op is " + std::to_string(op) + "; expected 0, 1 or 2.");
+  const Release release;
+  return kernels.limit(op, threads, seconds);
 }
 
 std::vector<std::string> cpu_supports() {
@@ -61,54 +189,23 @@ std::vector<std::string> cpu_supports() {
 }  // namespace
 
 NB_MODULE(SORTRL_MODULE, m) {
-  using Release = nb::call_guard<nb::gil_scoped_release>;
+  using namespace nb::literals;
+  nb::exception<BadCall>(m, "BadCall", nb::module_::import_("sortrl.errors").attr("SortRLError"));
   m.attr("lanes") = kernels.lanes;
   m.attr("max_top") = kMaxTop;
   m.def("cpu_supports", cpu_supports);
-  m.def("all_finite", all_finite, Release());
-
-  m.def("max_forward",
-        [](uintptr_t x, uintptr_t w, int64_t b, int64_t i, int64_t o, uintptr_t ik, uintptr_t ok, int64_t c, int t,
-           uintptr_t y) { kernels.max_forward(problem_of(x, w, b, i, o, ik, ok, c, t), at<float>(y)); },
-        Release());
-  m.def("max_backward",
-        [](uintptr_t x, uintptr_t w, int64_t b, int64_t i, int64_t o, uintptr_t ik, uintptr_t ok, int64_t c, int t,
-           uintptr_t y, uintptr_t grad, uintptr_t gx, uintptr_t gw) {
-          kernels.max_backward(problem_of(x, w, b, i, o, ik, ok, c, t), at<float>(y), at<float>(grad), at<float>(gx),
-                               at<float>(gw));
-        },
-        Release());
-  m.def("lp_forward",
-        [](uintptr_t x, uintptr_t w, int64_t b, int64_t i, int64_t o, uintptr_t ik, uintptr_t ok, int64_t c, int t,
-           float p, uintptr_t y) { kernels.lp_forward(problem_of(x, w, b, i, o, ik, ok, c, t), p, at<float>(y)); },
-        Release());
-  m.def("lp_backward",
-        [](uintptr_t x, uintptr_t w, int64_t b, int64_t i, int64_t o, uintptr_t ik, uintptr_t ok, int64_t c, int t,
-           float p, uintptr_t y, uintptr_t grad, uintptr_t gx, uintptr_t gw) {
-          kernels.lp_backward(problem_of(x, w, b, i, o, ik, ok, c, t), p, at<float>(y), at<float>(grad), at<float>(gx),
-                              at<float>(gw));
-        },
-        Release());
-  m.def("sort_forward",
-        [](uintptr_t x, uintptr_t w, int64_t b, int64_t i, int64_t o, int t, uintptr_t mix, int64_t top, uintptr_t y) {
-          kernels.sort_forward(problem_of(x, w, b, i, o, 0, 0, b > 0, t), at<float>(mix), top, at<float>(y));
-        },
-        Release());
-  m.def("sort_backward",
-        [](uintptr_t x, uintptr_t w, int64_t b, int64_t i, int64_t o, int t, uintptr_t mix, int64_t top, uintptr_t grad,
-           uintptr_t gx, uintptr_t gw) {
-          kernels.sort_backward(problem_of(x, w, b, i, o, 0, 0, b > 0, t), at<float>(mix), top, at<float>(grad),
-                                at<float>(gx), at<float>(gw));
-        },
-        Release());
-  m.def("sort_bounds",
-        [](uintptr_t lo, uintptr_t hi, uintptr_t w, int64_t b, int64_t i, int64_t o, int t, uintptr_t mix, int64_t top,
-           uintptr_t y_lo, uintptr_t y_hi) {
-          kernels.sort_bounds({problem_of(lo, w, b, i, o, 0, 0, b > 0, t), at<float>(hi)}, at<float>(mix), top,
-                              at<float>(y_lo), at<float>(y_hi));
-        },
-        Release());
-  m.def("limit", [](int op, int threads, double seconds) { return kernels.limit(op, threads, seconds); }, Release());
+  m.def("all_finite", all_finite, "tensor"_a);
+  m.def("max_forward", max_forward, "x"_a, "w"_a, "in_keep"_a.none(), "out_keep"_a.none(), "threads"_a, "y"_a);
+  m.def("max_backward", max_backward, "x"_a, "w"_a, "in_keep"_a.none(), "out_keep"_a.none(), "threads"_a, "y"_a,
+        "grad"_a, "grad_x"_a.none(), "grad_w"_a.none());
+  m.def("lp_forward", lp_forward, "x"_a, "w"_a, "in_keep"_a.none(), "out_keep"_a.none(), "threads"_a, "p"_a, "y"_a);
+  m.def("lp_backward", lp_backward, "x"_a, "w"_a, "in_keep"_a.none(), "out_keep"_a.none(), "threads"_a, "p"_a, "y"_a,
+        "grad"_a, "grad_x"_a.none(), "grad_w"_a.none());
+  m.def("sort_forward", sort_forward, "x"_a, "w"_a, "threads"_a, "mix"_a, "y"_a);
+  m.def("sort_backward", sort_backward, "x"_a, "w"_a, "threads"_a, "mix"_a, "grad"_a, "grad_x"_a.none(),
+        "grad_w"_a.none());
+  m.def("sort_bounds", sort_bounds, "lo"_a, "hi"_a, "w"_a, "threads"_a, "mix"_a, "y_lo"_a, "y_hi"_a);
+  m.def("limit", limit, "op"_a, "threads"_a, "seconds"_a);
 }
 
 }  // namespace sortrl

@@ -332,3 +332,79 @@ def test_non_finite_numbers_are_refused(bad):
     ):
         with pytest.raises(SortRLError, match="NaN or infinity"):
             call()
+
+
+class OnlyDlpack:
+    """An array that has none of the newer ways to be read: what torch before 2.10 shows to the kernels."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+    def detach(self) -> OnlyDlpack:
+        return OnlyDlpack(self.tensor.detach())
+
+    def __dlpack__(self, **options: object) -> object:
+        return self.tensor.__dlpack__(**options)
+
+    def __dlpack_device__(self) -> object:
+        return self.tensor.__dlpack_device__()
+
+
+@needs_kernels
+@pytest.mark.parametrize("array", [OnlyDlpack, lambda tensor: tensor.detach().numpy()], ids=["dlpack", "numpy"])
+def test_kernels_take_any_array_that_speaks_dlpack(array):
+    x, w, in_keep, out_keep, _ = problem(5, 9, 4, masked=True)
+    expected, y = cpu.max_forward(x, w, in_keep, out_keep), torch.zeros(5, 4)
+    module = cpu.select().module
+    module.max_forward(array(x.requires_grad_()), array(w), array(in_keep), array(out_keep), 1, array(y))
+    assert torch.equal(y, expected)
+    with pytest.raises(SortRLError, match=r"y is float32 of shape \(5, 3\)"):
+        module.max_forward(array(x), array(w), None, None, 1, array(torch.zeros(5, 3)))
+
+
+def _read_only(tensor: Tensor) -> object:
+    array = tensor.numpy()
+    array.flags.writeable = False
+    return array
+
+
+Y, MIX, KEEP = torch.zeros(2, 4), torch.ones(2), torch.ones(2, 3, dtype=torch.bool)
+BAD_CALLS = {
+    "none": ("max_forward", (None, W, None, None, 1, Y), "incompatible"),
+    "no tensor": ("max_forward", (3, W, None, None, 1, Y), "x is a int, expected a tensor"),
+    "x: rank": ("max_forward", (X[0], W, None, None, 1, Y), r"x is float32 of shape \(3,\); .* shape \(any, 3\)"),
+    "x: type": ("max_forward", (X.double(), W, None, None, 1, Y), "x is float64 .* expected .* float32"),
+    "x: strides": ("max_forward", (torch.zeros(3, 2).T, W, None, None, 1, Y), "x is .* not contiguous"),
+    "x: slice": ("max_forward", (torch.zeros(2, 6)[:, ::2], W, None, None, 1, Y), "x is .* not contiguous"),
+    "w: inputs": ("max_forward", (X, torch.zeros(4, 5), None, None, 1, Y), r"x is .* expected .* \(any, 5\)"),
+    "w: empty": ("max_forward", (X, torch.zeros(0, 3), None, None, 1, Y), "w has a side of 0"),
+    "mask: type": ("max_forward", (X, W, torch.ones(1, 3), None, 1, Y), "in_keep is float32 .* expected .* bool"),
+    "mask: size": ("max_forward", (X, W, None, KEEP, 1, Y), r"out_keep is bool of shape \(2, 3\)"),
+    "mask: rows": ("max_forward", (X, W, KEEP, torch.ones(1, 4).bool(), 1, Y), r"out_keep is .* shape \(2, 4\)"),
+    "mask: empty": ("max_forward", (X, W, KEEP[:0], None, 1, Y), "masks have no rows"),
+    "y: size": ("max_forward", (X, W, None, None, 1, X), r"y is .* shape \(2, 3\); .* \(2, 4\)"),
+    "y: read only": ("max_forward", (X, W, None, None, 1, _read_only(Y)), "y is a .*ndarray, expected a writable"),
+    "grad: size": ("max_backward", (X, W, None, None, 1, Y, X, None, None), r"grad is .* expected .* \(2, 4\)"),
+    "grad_x: size": ("max_backward", (X, W, None, None, 1, Y, Y, W, None), r"grad_x is .* expected .* \(2, 3\)"),
+    "grad_w: size": ("lp_backward", (X, W, None, None, 1, 8.0, Y, Y, None, X), r"grad_w is .* expected .* \(4, 3\)"),
+    "p": ("lp_forward", (X, W, None, None, 1, math.inf, Y), "p is inf"),
+    "p of backward": ("lp_backward", (X, W, None, None, 1, 1.0, Y, Y, X, W), r"p is 1\.0"),
+    "mix: too long": ("sort_forward", (X, W, 1, torch.ones(4), Y), "mix has 4 weights; expected 1 to 3"),
+    "mix: longer than the kernels": (
+        "sort_backward",
+        (torch.zeros(2, 99), torch.zeros(4, 99), 1, torch.ones(33), Y, None, None),
+        "expected 1 to 32",
+    ),
+    "mix: empty": ("sort_forward", (X, W, 1, torch.ones(0), Y), "mix has 0 weights"),
+    "hi: size": ("sort_bounds", (X, X[:1], W, 1, MIX, Y, Y), r"hi is .* shape \(1, 3\)"),
+    "limit": ("limit", (3, 1, 0.0), "op is 3"),
+    "finite: type": ("all_finite", (X.double(),), "tensor is float64"),
+}
+
+
+@needs_kernels
+@pytest.mark.parametrize("case", BAD_CALLS)
+def test_a_wrong_call_of_a_kernel_is_an_error_and_not_a_crash(case):
+    name, arguments, message = BAD_CALLS[case]
+    with pytest.raises(TypeError if message == "incompatible" else SortRLError, match=message):
+        getattr(cpu.select().module, name)(*arguments)

@@ -4,18 +4,26 @@
 >>> policy = sortrl.SortPolicy(obs_shape=(4,), n_actions=2, width=16, depth=3)
 >>> policy.certify([[0.0, 0.0, 0.0, 0.0]]).radius.shape
 (1,)
+
+Names are imported when they are first used: torch alone takes seconds, and ``sortrl --version`` needs none of it.
 """
 
-from sortrl import attacks
-from sortrl.collect import collect
-from sortrl.distill import DistillConfig, distill
-from sortrl.errors import SortRLError
-from sortrl.evaluate import evaluate
-from sortrl.monitor import Monitor
-from sortrl.nets import SortLinear, SortPolicy, load
-from sortrl.pipeline import robustify
-from sortrl.records import Certificate, Decision, Demonstrations, EvalResult
-from sortrl.teachers import Teacher, load_teacher, train_teacher
+import importlib.util
+import sys
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from sortrl import attacks
+    from sortrl.collect import collect
+    from sortrl.distill import DistillConfig, distill
+    from sortrl.errors import SortRLError
+    from sortrl.evaluate import evaluate
+    from sortrl.monitor import Monitor
+    from sortrl.nets import SortLinear, SortPolicy, load
+    from sortrl.pipeline import robustify
+    from sortrl.records import Certificate, Decision, Demonstrations, EvalResult
+    from sortrl.teachers import Teacher, load_teacher, train_teacher
 
 __all__ = [
     "Certificate",
@@ -37,3 +45,48 @@ __all__ = [
     "robustify",
     "train_teacher",
 ]
+
+_HOME = {
+    "Certificate": "sortrl.records",
+    "Decision": "sortrl.records",
+    "Demonstrations": "sortrl.records",
+    "DistillConfig": "sortrl.distill",
+    "EvalResult": "sortrl.records",
+    "Monitor": "sortrl.monitor",
+    "SortLinear": "sortrl.nets",
+    "SortPolicy": "sortrl.nets",
+    "SortRLError": "sortrl.errors",
+    "Teacher": "sortrl.teachers",
+    "collect": "sortrl.collect",
+    "distill": "sortrl.distill",
+    "evaluate": "sortrl.evaluate",
+    "load": "sortrl.nets",
+    "load_teacher": "sortrl.teachers",
+    "robustify": "sortrl.pipeline",
+    "train_teacher": "sortrl.teachers",
+}
+
+
+class _Package(ModuleType):
+    """``sortrl.evaluate`` is the function, also after something has imported the module of that name."""
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if name in _HOME and isinstance(value, ModuleType):
+            return  # the import system binds every submodule to its package
+        super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package
+
+
+def __getattr__(name: str) -> object:
+    if name in _HOME:
+        value = globals()[name] = getattr(importlib.import_module(_HOME[name]), name)
+        return value
+    if not name.startswith("_") and importlib.util.find_spec(f"sortrl.{name}"):
+        return importlib.import_module(f"sortrl.{name}")
+    raise AttributeError(f"module 'sortrl' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

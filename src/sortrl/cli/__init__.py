@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 import sys
 
@@ -16,7 +17,7 @@ from sortrl.cli.making import reproduce, robustify, teach, zoo
 from sortrl.cli.showing import bench, export, info, report, tasks, watch
 from sortrl.errors import SortRLError
 
-HELP = "Turn a trained RL agent into one whose every decision carries a robustness certificate."
+HELP = "Turn a trained RL agent into one whose every decision carries a robustness certificate. (--version prints the version.)"
 COMMANDS = {
     f.__name__: f
     for f in (
@@ -40,6 +41,9 @@ COMMANDS = {
 
 def main(arguments: list[str] | None = None) -> None:
     """Entry point of ``sortrl``. Exit codes: 0 done, 1 a mistake that the message explains, 2 usage, 130 stopped."""
+    if (sys.argv[1:] if arguments is None else arguments) == ["--version"]:
+        print(f"sortrl {importlib.metadata.version('sortrl')}")
+        return
     try:
         with insistent_interrupts():
             tyro.extras.subcommand_cli_from_dict(COMMANDS, args=arguments, prog="sortrl", description=HELP)

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
-import torch
 from torch import Tensor
 
 from sortrl.errors import SortRLError
@@ -21,6 +20,7 @@ _chosen: ContextVar[str] = ContextVar("sortrl_backend", default="auto")
 def use_backend(name: str) -> Iterator[None]:
     """Force a backend within a ``with`` block (per thread and task).
 
+    >>> import torch
     >>> with use_backend("reference"):
     ...     backend_for(torch.zeros(1))[0]
     'reference'
@@ -40,7 +40,6 @@ def backend_for(tensor: Tensor) -> tuple[str, str]:
     return name, reason
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # a traced program keeps the backend it was traced with
 def _backend(dtype: str, device: str) -> tuple[str, str]:
     chosen = _chosen.get()
     if chosen != "auto":
@@ -55,3 +54,8 @@ def _backend(dtype: str, device: str) -> tuple[str, str]:
     if selection.module is None:
         return "reference", selection.reason
     return "cpu", f"{selection.isa}: {selection.reason}"
+
+
+# What torch.compiler.assume_constant_result does, without its import of the compiler, which takes a second: a traced
+# program keeps the backend it was traced with.
+_backend._dynamo_marked_constant = True  # type: ignore[attr-defined]

@@ -1,6 +1,7 @@
-"""The C++ kernels on CPU tensors. Chooses the instruction set; checks everything a raw address cannot say.
+"""The C++ kernels on CPU tensors: chooses the instruction set and makes room for the results.
 
-All functions take contiguous float32 CPU tensors; masks are contiguous bool tensors or None.
+All functions take contiguous float32 CPU tensors; masks are contiguous bool tensors or None. The kernels check shapes
+and types themselves and raise :class:`SortRLError`.
 """
 
 from __future__ import annotations
@@ -57,34 +58,14 @@ def _kernels() -> ModuleType:
     return module
 
 
-def _address(tensor: Tensor | None) -> int:
-    if tensor is None:
-        return 0
-    if not tensor.is_contiguous() or tensor.device.type != "cpu" or tensor.dtype not in (torch.float32, torch.bool):
-        raise SortRLError(
-            f"kernel needs a contiguous float32 or bool CPU tensor, received {tensor.dtype} on {tensor.device}, stride {tensor.stride()}."
-        )
-    return tensor.data_ptr()
-
-
-def _sizes(x: Tensor, w: Tensor) -> tuple[int, int, int, int, int]:
-    return _address(x), _address(w), x.shape[0], x.shape[1], w.shape[0]
-
-
-def _masked(x: Tensor, w: Tensor, in_keep: Tensor | None, out_keep: Tensor | None) -> tuple[int, ...]:
-    keep = in_keep if in_keep is not None else out_keep
-    chunks = 1 if keep is None else keep.shape[0]
-    return (*_sizes(x, w), _address(in_keep), _address(out_keep), chunks if len(x) else 0, torch.get_num_threads())
-
-
 def all_finite(tensor: Tensor) -> bool:
-    result: bool = _kernels().all_finite(_address(tensor), tensor.numel())
+    result: bool = _kernels().all_finite(tensor)
     return result
 
 
 def max_forward(x: Tensor, w: Tensor, in_keep: Tensor | None, out_keep: Tensor | None) -> Tensor:
     y = _result(x, w, out_keep)
-    _kernels().max_forward(*_masked(x, w, in_keep, out_keep), _address(y))
+    _kernels().max_forward(x, w, in_keep, out_keep, torch.get_num_threads(), y)
     return y
 
 
@@ -99,13 +80,13 @@ def max_backward(
     need_w: bool,
 ) -> tuple[Tensor | None, Tensor | None]:
     gx, gw = _gradients(x, w, need_x, need_w)
-    _kernels().max_backward(*_masked(x, w, in_keep, out_keep), _address(y), _address(grad), _address(gx), _address(gw))
+    _kernels().max_backward(x, w, in_keep, out_keep, torch.get_num_threads(), y, grad, gx, gw)
     return gx, gw
 
 
 def lp_forward(x: Tensor, w: Tensor, p: float, in_keep: Tensor | None, out_keep: Tensor | None) -> Tensor:
     y = _result(x, w, out_keep)
-    _kernels().lp_forward(*_masked(x, w, in_keep, out_keep), p, _address(y))
+    _kernels().lp_forward(x, w, in_keep, out_keep, torch.get_num_threads(), p, y)
     return y
 
 
@@ -121,15 +102,13 @@ def lp_backward(
     need_w: bool,
 ) -> tuple[Tensor | None, Tensor | None]:
     gx, gw = _gradients(x, w, need_x, need_w)
-    _kernels().lp_backward(
-        *_masked(x, w, in_keep, out_keep), p, _address(y), _address(grad), _address(gx), _address(gw)
-    )
+    _kernels().lp_backward(x, w, in_keep, out_keep, torch.get_num_threads(), p, y, grad, gx, gw)
     return gx, gw
 
 
 def sort_forward(x: Tensor, w: Tensor, mix: Tensor) -> Tensor:
-    y = x.new_empty(len(x), len(w))
-    _kernels().sort_forward(*_sizes(x, w), torch.get_num_threads(), _address(mix), len(mix), _address(y))
+    y = _result(x, w, None)
+    _kernels().sort_forward(x, w, torch.get_num_threads(), mix, y)
     return y
 
 
@@ -137,25 +116,13 @@ def sort_backward(
     grad: Tensor, x: Tensor, w: Tensor, mix: Tensor, need_x: bool, need_w: bool
 ) -> tuple[Tensor | None, Tensor | None]:
     gx, gw = _gradients(x, w, need_x, need_w)
-    _kernels().sort_backward(
-        *_sizes(x, w), torch.get_num_threads(), _address(mix), len(mix), _address(grad), _address(gx), _address(gw)
-    )
+    _kernels().sort_backward(x, w, torch.get_num_threads(), mix, grad, gx, gw)
     return gx, gw
 
 
 def sort_bounds(lo: Tensor, hi: Tensor, w: Tensor, mix: Tensor) -> tuple[Tensor, Tensor]:
-    y_lo, y_hi = lo.new_empty(len(lo), len(w)), lo.new_empty(len(lo), len(w))
-    lo_address, *rest = _sizes(lo, w)
-    _kernels().sort_bounds(
-        lo_address,
-        _address(hi),
-        *rest,
-        torch.get_num_threads(),
-        _address(mix),
-        len(mix),
-        _address(y_lo),
-        _address(y_hi),
-    )
+    y_lo, y_hi = _result(lo, w, None), _result(lo, w, None)
+    _kernels().sort_bounds(lo, hi, w, torch.get_num_threads(), mix, y_lo, y_hi)
     return y_lo, y_hi
 
 

@@ -15,7 +15,6 @@ from sortrl.errors import SortRLError
 from sortrl.files import regular_file, write_text
 from sortrl.report.chart import Chart
 from sortrl.report.charts import KEYS, charts
-from sortrl.report.figures import save_png
 from sortrl.report.run import ROUNDED, Run, Settings, Student, read_run
 from sortrl.report.summary import markdown
 from sortrl.report.svg import draw, legend
@@ -43,6 +42,10 @@ def render(results: Mapping[str, Any], out_dir: Path) -> Path:
     run = read_run(results)
     drawn = charts(run)
     page, text = html_page(run, drawn, _film_in(Path(out_dir))), markdown(results)
+    from sortrl.report.figures import (
+        save_png,
+    )  # here, because commands that draw nothing should not wait for matplotlib
+
     figures = Path(out_dir) / "figures"
     for chart in drawn:
         save_png(chart, figures / f"{chart.key}.png", f"{run.env_id}: {chart.title.lower()}")
