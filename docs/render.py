@@ -14,13 +14,12 @@ import re
 from pathlib import Path
 from typing import Any
 
-from sortrl import bench
-from sortrl.files import write_text
+from sortrl.core.files import write_text
+from sortrl.experiments import atari, bench, compute_lines, procgen
+from sortrl.experiments.cells import figure
 from sortrl.report.charts import episode_chart
 from sortrl.report.figures import save_png
-from sortrl.report.run import read_run
-from sortrl.reproduce import atari, compute_lines, procgen
-from sortrl.reproduce.cells import figure
+from sortrl.report.model import read_run
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))

@@ -11,7 +11,7 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
-from sortrl.errors import SortRLError
+from sortrl.core.errors import SortRLError
 
 LONGEST, SECONDS, MEGABYTES = 20, 1.0, 500.0
 

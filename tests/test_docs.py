@@ -122,7 +122,7 @@ def test_python_examples_run(page, tmp_path, monkeypatch):
 
 
 def _check_options(call: ast.Call) -> None:
-    from sortrl.config import robustify_config
+    from sortrl.runs.config import robustify_config
 
     own = inspect.signature(sortrl.robustify).parameters
     given = {word.arg: ast.literal_eval(word.value) for word in call.keywords}

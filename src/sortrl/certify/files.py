@@ -13,11 +13,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sortrl.errors import SortRLError
-from sortrl.files import read_tensors, write_tensors
+from sortrl.core.errors import SortRLError
+from sortrl.core.files import read_tensors, write_tensors
+from sortrl.core.records import Certificate
 from sortrl.nets import CertifiedPolicy, load
-from sortrl.nets.certified import FILE_NAME
-from sortrl.records import Certificate
+from sortrl.nets.base import FILE_NAME
 
 FORMAT = "sortrl-certificates-2"
 FIRST_FORMAT = (

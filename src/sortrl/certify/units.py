@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from sortrl.certify.intervals import proven_in_box
-from sortrl.errors import SortRLError
+from sortrl.core.errors import SortRLError
 from sortrl.nets import CertifiedPolicy
-from sortrl.nets.bounds import RADIUS_DOWN, box_around
+from sortrl.nets.float_bounds import RADIUS_DOWN, box_around
 
 # |unit as computed - unit exactly| <= ROUNDED * |unit as computed| + TINY: float64 arithmetic, then rounding to float32.
 ROUNDED = 1.001 * 2.0**-24

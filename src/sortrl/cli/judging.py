@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 import tyro
 
 from sortrl.cli.common import check_each_eps, draw_off_screen, output_folder, use_threads
-from sortrl.errors import SortRLError
+from sortrl.core.errors import SortRLError
 
 
 def evaluate(
@@ -34,10 +34,10 @@ def evaluate(
         json: Write the rows here.
     """
     from sortrl import attacks
-    from sortrl.evaluate import evaluate as play
-    from sortrl.files import write_json
-    from sortrl.progress import stage
-    from sortrl.run import read_run
+    from sortrl.core.files import write_json
+    from sortrl.core.progress import stage
+    from sortrl.evaluate.returns import evaluate as play
+    from sortrl.runs.run import read_run
 
     use_threads(threads)
     env_id, policy, teacher = read_run(run)
@@ -82,9 +82,9 @@ def attack(
         threads: Threads to use [all cores].
         json: Write the result here, point by point; the same command goes on where it was stopped.
     """
-    from sortrl.checks import check_run
-    from sortrl.run import read_run
-    from sortrl.suite import evaluate_suite, table
+    from sortrl.attacks.sanity import check_run
+    from sortrl.evaluate.suite import evaluate_suite, table
+    from sortrl.runs.run import read_run
 
     use_threads(threads)
     env_id, policy, teacher = read_run(run)
@@ -133,11 +133,11 @@ def certify(
         json: Write the figures here.
     """
     from sortrl import attacks
-    from sortrl.certification import FIGURE, certification
+    from sortrl.core.files import write_json
+    from sortrl.core.progress import stage
     from sortrl.envs import describe
-    from sortrl.files import write_json
-    from sortrl.progress import stage
-    from sortrl.run import read_run
+    from sortrl.runs.certification import FIGURE, certification
+    from sortrl.runs.run import read_run
 
     use_threads(threads)
     env_id, policy, _ = read_run(run)
@@ -185,10 +185,10 @@ def certify(
 def _save_certificates(run: Path, env_id: str, episodes: int, seed: int, path: Path) -> None:
     import torch
 
-    from sortrl.certificate_study import clean_episodes
     from sortrl.certify import save_certificates
+    from sortrl.experiments.certificate_study import clean_episodes
     from sortrl.nets import load
-    from sortrl.zoo import locate
+    from sortrl.nets.zoo import locate
 
     policy = load(run)
     states = torch.cat(clean_episodes(policy, env_id, episodes, seed))
@@ -208,7 +208,7 @@ def verify(
         policy: The policy's file or directory, if it is no longer where the certificates say.
         json: Write the verdict here.
     """
-    from sortrl.files import write_json
+    from sortrl.core.files import write_json
     from sortrl.verify import verify as check
 
     verdict = check(certificates, policy)

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from sortrl.cli.common import use_threads
-from sortrl.errors import SortRLError
+from sortrl.core.errors import SortRLError
 
 
 def robustify(
@@ -57,10 +57,11 @@ def robustify(
     """
     from dataclasses import replace
 
-    from sortrl import pipeline, report
-    from sortrl.config import robustify_config
+    from sortrl import report
+    from sortrl.core.files import read_json, write_json
     from sortrl.envs import describe
-    from sortrl.files import read_json, write_json
+    from sortrl.runs import robustify as pipeline
+    from sortrl.runs.config import robustify_config
     from sortrl.teachers import HardenConfig
 
     use_threads(threads)
@@ -114,9 +115,9 @@ def teach(
         seed: Fixes the training.
         json: Write the result here.
     """
-    from sortrl.evaluate import evaluate as play
-    from sortrl.files import locked, write_json
-    from sortrl.progress import stage
+    from sortrl.core.files import locked, write_json
+    from sortrl.core.progress import stage
+    from sortrl.evaluate.returns import evaluate as play
     from sortrl.teachers import continued, teacher_preset, train_teacher
 
     if start is not None and imitate is not None:
@@ -139,7 +140,7 @@ def teach(
 
 def _teacher_of(source: Path) -> Any:
     """The teacher in a folder, or of a run or an entry of the zoo."""
-    from sortrl import zoo
+    from sortrl.nets import zoo
     from sortrl.teachers import Teacher
 
     folder = zoo.locate(source)
@@ -147,9 +148,9 @@ def _teacher_of(source: Path) -> Any:
 
 
 def _imitated(source: Path, env: str, directory: Path, seed: int) -> Any:
-    from sortrl.files import read_object
-    from sortrl.imitate import imitate
-    from sortrl.progress import stage
+    from sortrl.core.files import read_object
+    from sortrl.core.progress import stage
+    from sortrl.runs.imitate import imitate
     from sortrl.teachers import Teacher
     from sortrl.teachers.grading import LOG_FILE
 
@@ -204,7 +205,7 @@ def reproduce(
         jobs: Processes side by side [one per core].
         seconds: How long the soak of reliability lasts [as the scale says].
     """
-    from sortrl import reproduce as module
+    from sortrl import experiments as module
 
     def progress(line: str) -> None:
         print(line, file=sys.stderr, flush=True)
@@ -249,8 +250,8 @@ def zoo(
         with_teacher: Pass on the run's teacher too, although it was given to the run (one that was trained for it always is).
         folder: Where --add writes.
     """
-    from sortrl import zoo as entries
-    from sortrl.publish import described, publish, summed_up
+    from sortrl.nets import zoo as entries
+    from sortrl.runs.zoo import described, publish, summed_up
 
     if add is not None:
         if name is None:

@@ -9,7 +9,7 @@ from typing import Annotated
 import tyro
 
 from sortrl.cli.common import check_each_eps, draw_off_screen, output_folder, use_threads
-from sortrl.errors import SortRLError
+from sortrl.core.errors import SortRLError
 
 
 def watch(
@@ -41,13 +41,13 @@ def watch(
     """
     from sortrl import attacks
     from sortrl import report as reports
-    from sortrl.evaluate import episode_seeds
-    from sortrl.files import read_json, write_json
-    from sortrl.film import film
-    from sortrl.records import Policy
+    from sortrl.core.files import read_json, write_json
+    from sortrl.core.records import Policy
+    from sortrl.evaluate.returns import episode_seeds
+    from sortrl.evaluate.watch import play
+    from sortrl.report.film import film
     from sortrl.report.page import FILM
-    from sortrl.run import read_run, trained_eps
-    from sortrl.watch import play
+    from sortrl.runs.run import read_run, trained_eps
 
     use_threads(threads)
     env_id, policy, teacher = read_run(run)
@@ -89,7 +89,7 @@ def report(run: Annotated[Path, tyro.conf.Positional]) -> None:
         run: Directory of a run.
     """
     from sortrl import report as module
-    from sortrl.files import read_json
+    from sortrl.core.files import read_json
 
     results = read_json(run / "results.json")
     path = module.render(results, run)
@@ -105,8 +105,8 @@ def export(run: Annotated[Path, tyro.conf.Positional], onnx: Path) -> None:
         onnx: File to write.
     """
     from sortrl.nets import sort_layers_only
-    from sortrl.nets.export import export_onnx
-    from sortrl.run import read_run
+    from sortrl.nets.onnx import export_onnx
+    from sortrl.runs.run import read_run
 
     export_onnx(sort_layers_only(read_run(run)[1], "Exporting to ONNX"), onnx)
     print(f"onnx: {onnx}")
@@ -114,7 +114,7 @@ def export(run: Annotated[Path, tyro.conf.Positional], onnx: Path) -> None:
 
 def tasks() -> None:
     """List the tasks with settings of their own. Any other Gymnasium id with discrete actions works too."""
-    from sortrl.tasks import TASKS
+    from sortrl.runs.tasks import TASKS
 
     width = max(map(len, TASKS))
     for task in TASKS.values():
@@ -128,7 +128,7 @@ def bench(json: Path | None = None, quick: bool = False) -> None:
         json: Write the measurements here.
         quick: Tiny shapes, to see that it works.
     """
-    from sortrl import bench as module
+    from sortrl.experiments import bench as module
 
     results = module.run(
         quick=quick, repeats=5 if quick else 25, progress=lambda line: print(line, file=sys.stderr, flush=True)
@@ -148,8 +148,9 @@ def info(json: Path | None = None) -> None:
 
     import torch
 
-    from sortrl import ops, provenance
-    from sortrl.files import write_json
+    from sortrl import ops
+    from sortrl.core.files import write_json
+    from sortrl.evaluate import provenance
     from sortrl.ops import cpu
 
     backend, reason = ops.backend_for(torch.zeros(1))

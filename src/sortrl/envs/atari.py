@@ -15,7 +15,7 @@ import gymnasium as gym
 import numpy as np
 import numpy.typing as npt
 
-from sortrl.errors import MissingDependency, SortRLError
+from sortrl.core.errors import MissingDependency, SortRLError
 
 SIZE = 84
 SKIP = 4

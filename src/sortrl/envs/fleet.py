@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from sortrl.core.errors import SortRLError
 from sortrl.envs.info import describe, make_env
-from sortrl.errors import SortRLError
 
 State = dict[str, npt.NDArray[np.int64]]
 

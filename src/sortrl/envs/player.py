@@ -12,8 +12,8 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from sortrl.core.errors import SortRLError
 from sortrl.envs.slots import EnvSlots
-from sortrl.errors import SortRLError
 
 Obs = npt.NDArray[Any]
 

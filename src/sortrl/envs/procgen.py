@@ -15,7 +15,7 @@ import gymnasium as gym
 import numpy as np
 import numpy.typing as npt
 
-from sortrl.errors import MissingDependency
+from sortrl.core.errors import MissingDependency
 
 Levels = Literal["train", "eval"]
 TRAIN_LEVELS = 200

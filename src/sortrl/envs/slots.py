@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from sortrl.core.errors import SortRLError
 from sortrl.envs.info import describe, make_env
-from sortrl.errors import SortRLError
 
 
 class EnvSlots:

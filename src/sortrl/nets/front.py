@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from sortrl.errors import SortRLError
+from sortrl.core.errors import SortRLError
 from sortrl.nets.layers import patch_conv, patch_grid
 
 

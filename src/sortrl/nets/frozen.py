@@ -17,10 +17,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from sortrl.errors import SortRLError
+from sortrl.core.errors import SortRLError
 
 if TYPE_CHECKING:
-    from sortrl.nets.certified import Decided
+    from sortrl.nets.base import Decided
 
 SMALLEST_NORMAL = 2.0**-126  # of float32: what is smaller may be flushed to zero, or not
 Module = TypeVar("Module", bound=nn.Module)

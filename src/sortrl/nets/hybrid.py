@@ -15,12 +15,12 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from sortrl.nets.bounds import RADIUS_DOWN, score_bounds
-from sortrl.nets.certified import CertifiedPolicy, Decided, ranked
+from sortrl.core.normalizer import Normalizer
+from sortrl.nets.base import CertifiedPolicy, Decided, ranked
+from sortrl.nets.float_bounds import RADIUS_DOWN, score_bounds
 from sortrl.nets.frozen import Copies, EvaluationNetwork
 from sortrl.nets.intervals import IntervalHead
-from sortrl.nets.policy import PolicyConfig, SortEvaluation, SortPolicy
-from sortrl.normalizer import Normalizer
+from sortrl.nets.sort import PolicyConfig, SortEvaluation, SortPolicy
 
 REACH = 4.0  # radii are not sought beyond this
 SMALLEST = 1e-6

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from sortrl.errors import SortRLError
+from sortrl.core.errors import SortRLError
 from sortrl.nets.layers import patch_conv, patch_grid
 from sortrl.nets.norm import Norm
 

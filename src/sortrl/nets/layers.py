@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from sortrl import ops
-from sortrl.errors import SortRLError
+from sortrl.core.errors import SortRLError
 
 LARGEST_MIX = 100_000
 FEW_PATCHES = 16  # per image: measured, on one core

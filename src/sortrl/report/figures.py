@@ -9,7 +9,7 @@ from typing import Any
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from sortrl.files import atomic_path
+from sortrl.core.files import atomic_path
 from sortrl.report.chart import Chart, Panel
 
 # Okabe and Ito's colours, which colour-blind readers can tell apart; the page has the same in its style sheet.

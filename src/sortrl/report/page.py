@@ -11,14 +11,14 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 from markupsafe import Markup, escape
 
-from sortrl.errors import SortRLError
-from sortrl.files import regular_file, write_text
+from sortrl.core.errors import SortRLError
+from sortrl.core.files import regular_file, write_text
 from sortrl.report.chart import Chart
 from sortrl.report.charts import KEYS, charts
-from sortrl.report.run import ROUNDED, Run, Settings, Student, read_run
-from sortrl.report.summary import markdown
+from sortrl.report.model import ROUNDED, Run, Settings, Student, read_run
 from sortrl.report.svg import draw, legend
 from sortrl.report.tables import evaluation_table, raw_table
+from sortrl.report.text import markdown
 from sortrl.report.words import beside_teacher, headline, number, percent, rounded_down, seconds, short
 
 _PAIRED = ("certified_share", "radius_histogram")  # drawn side by side on a wide screen
@@ -43,8 +43,8 @@ def render(results: Mapping[str, Any], out_dir: Path) -> Path:
     drawn = charts(run)
     page, text = html_page(run, drawn, _film_in(Path(out_dir))), markdown(results)
     from sortrl.report.figures import (
-        save_png,
-    )  # here, because commands that draw nothing should not wait for matplotlib
+        save_png,  # here, because commands that draw nothing should not wait for matplotlib
+    )
 
     figures = Path(out_dir) / "figures"
     for chart in drawn:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
-from sortrl.errors import SortRLError
+from sortrl.core.errors import SortRLError
 
 Algorithm = Literal["ppo", "dqn", "pqn"]
 

@@ -1,14 +1,11 @@
-"""What trainings of every algorithm share: how an agent is graded, and a training that leaves no trace in its caller."""
+"""What trainings of every algorithm share: how an agent is graded."""
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-import torch
 
 from sortrl.envs import Predicts, greedy_returns
 from sortrl.teachers.config import TeacherConfig
@@ -28,26 +25,3 @@ def grade(agent: Predicts, env_id: str, config: TeacherConfig, seed: int, segmen
         return score, False
     confirmation = float(greedy_returns(agent, env_id, fresh.tolist()).mean())
     return confirmation, confirmation >= config.target_return
-
-
-@contextmanager
-def generators_restored() -> Iterator[None]:
-    """Leave the caller's global generators as they were."""
-    python, numpy, torch_state = random.getstate(), np.random.get_state(), torch.get_rng_state()  # noqa: NPY002
-    try:
-        yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(numpy)  # noqa: NPY002
-        torch.set_rng_state(torch_state)
-
-
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """Networks this small train fastest on one thread, and then the result does not depend on the number of cores."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from sortrl.errors import SortRLError
+from sortrl.core.errors import SortRLError
 from sortrl.teachers.teacher import Teacher
 
 

@@ -17,14 +17,14 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from sortrl.checkpoint import damage_named
+from sortrl.core.checkpoint import damage_named
+from sortrl.core.errors import SortRLError
+from sortrl.core.files import read_tensors, write_tensors
+from sortrl.core.identity import check_same, fingerprint
+from sortrl.core.seeding import one_thread
 from sortrl.envs import EnvSlots, Episode, play_episodes
-from sortrl.errors import SortRLError
-from sortrl.files import read_tensors, write_tensors
-from sortrl.identity import check_same, fingerprint
 from sortrl.teachers.evolution import STATE, Evolution
-from sortrl.teachers.grading import one_thread
-from sortrl.teachers.load import check_fit
+from sortrl.teachers.load.load import check_fit
 from sortrl.teachers.teacher import Teacher
 
 FORMAT = "sortrl-steadying-1"

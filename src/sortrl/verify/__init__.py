@@ -16,12 +16,12 @@ from typing import Any
 
 import numpy as np
 
-from sortrl.errors import SortRLError
+from sortrl.core.errors import SortRLError
 from sortrl.verify.described import RoundedDescription, SortDescription, described, wrong_tensors
 from sortrl.verify.intervals import LARGEST_SINGLE
 from sortrl.verify.reading import Array, Doubles, policy_hash, read_safetensors, weights_hash
-from sortrl.verify.rounded import RoundedNetwork, rounded_network
 from sortrl.verify.sorting import SortNetwork, sort_network
+from sortrl.verify.thresholds import RoundedNetwork, rounded_network
 
 __all__ = ["Verdict", "read_safetensors", "verify"]
 

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 import numpy as np
 import numpy.typing as npt
 
-from sortrl.errors import SortRLError
+from sortrl.core.errors import SortRLError
 
 Array = npt.NDArray[Any]
 Doubles = npt.NDArray[np.float64]
