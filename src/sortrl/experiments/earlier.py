@@ -29,8 +29,8 @@ def earlier_units(path: Path, scale: str) -> list[dict[str, Any]]:
 def is_current(stored: dict[str, Any] | None, config: RobustifyConfig | None) -> bool:
     """Whether settings as a unit has them in its file are those of today.
 
-    >>> from sortrl.config import robustify_config
-    >>> from sortrl.identity import plain
+    >>> from sortrl.runs.config import robustify_config
+    >>> from sortrl.core.identity import plain
     >>> config = robustify_config("CartPole-v1", 0.2, train_teacher=False)
     >>> stored = plain(config)
     >>> del stored["start_radius"]
