@@ -83,14 +83,20 @@ class EnvSlots:
         self.close()
 
 
-def greedy_returns(policy: Predicts, env_id: str, seeds: Sequence[int], slots: int = 32) -> npt.NDArray[np.float64]:
-    """The undiscounted return of one clean greedy episode per seed, in the order of ``seeds``."""
+def greedy_returns(
+    policy: Predicts, env_id: str, seeds: Sequence[int], slots: int = 32, patience: int = 0
+) -> npt.NDArray[np.float64]:
+    """The undiscounted return of one clean greedy episode per seed, in the order of ``seeds``.
+
+    Episodes that have gone ``patience`` steps without a reward are broken off; none is if that is 0.
+    """
     returns = np.zeros(len(seeds))
     waiting = list(enumerate(seeds))[::-1]
     if not waiting:
         raise SortRLError("greedy_returns: no seeds given; name at least one episode.")
     with EnvSlots(env_id, min(slots, len(seeds))) as envs:
         playing: dict[int, int] = {}
+        idle = [0] * len(envs)
         obs: dict[int, npt.NDArray[Any]] = {}
         for slot in range(len(envs)):
             playing[slot], seed = waiting.pop()
@@ -101,6 +107,9 @@ def greedy_returns(policy: Predicts, env_id: str, seeds: Sequence[int], slots: i
             for slot, action in zip(list(playing), actions, strict=True):
                 obs[slot], reward, done = envs.step(slot, int(action))
                 returns[playing[slot]] += reward
+                idle[slot] = 0 if reward or done else idle[slot] + 1
+                if 0 < patience <= idle[slot]:
+                    done, idle[slot] = True, 0
                 if done and waiting:
                     playing[slot], seed = waiting.pop()
                     obs[slot] = envs.reset(slot, seed)

@@ -121,6 +121,14 @@ class PQNConfig(TeacherConfig):
     """Rewards that are not clipped are divided by this."""
     episodic_life: bool = False
     """Count a lost life as the end of the episode."""
+    half: bool = False
+    """Compute all layers but the last in bfloat16 while training: a third faster on CPUs that have it, slower on others."""
+    patience: int = 0
+    """Count so many steps without a reward as the end of the game, in training and in grades (0: never)."""
+    retry: float = 0.0
+    """Probability that a lost game goes back by 100 to 200 steps instead of starting anew (Atari)."""
+    sticky: float = 0.0
+    """Share of the games that have sticky actions (Atari)."""
     stagger: int = 0
     """Random actions, at most, before the first step: games of equal length would else move in step."""
 
@@ -132,6 +140,11 @@ class PQNConfig(TeacherConfig):
             )
         if not 0 <= self.q_lambda <= 1:
             raise SortRLError(f"PQNConfig: q_lambda is {self.q_lambda}, expected between 0 and 1.")
+        for name in ("retry", "sticky"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise SortRLError(f"PQNConfig: {name} is {getattr(self, name)}, expected between 0 and 1.")
+        if self.patience < 0:
+            raise SortRLError(f"PQNConfig: patience is {self.patience}, expected 0 or more steps.")
         if self.longest_run < 1 or self.stagger < 0 or not 0 < self.reward_unit < float("inf"):
             raise SortRLError("PQNConfig: longest_run must be at least 1, stagger 0 or more and reward_unit positive.")
 
