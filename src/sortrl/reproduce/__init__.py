@@ -13,6 +13,8 @@ from sortrl.reproduce.procgen import procgen_table
 from sortrl.reproduce.procgen import table_lines as procgen_lines
 from sortrl.reproduce.reliability import reliability
 from sortrl.reproduce.reliability import summary as reliability_summary
+from sortrl.reproduce.teachers import table_lines as teachers_lines
+from sortrl.reproduce.teachers import teachers_table
 
 __all__ = [
     "atari_lines",
@@ -27,4 +29,6 @@ __all__ = [
     "procgen_table",
     "reliability",
     "reliability_summary",
+    "teachers_lines",
+    "teachers_table",
 ]
