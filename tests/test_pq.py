@@ -26,7 +26,7 @@ from sortrl.teachers import (
     train_teacher,
 )
 from sortrl.teachers.grading import grade
-from sortrl.teachers.pq import Rollout, _Run, _values, lambda_returns
+from sortrl.teachers.pq import Rollout, Run, _values, lambda_returns
 
 BREAKOUT = "sortrl/Breakout10-v0"
 TINY = PQNConfig(
@@ -72,7 +72,7 @@ def test_lambda_returns_by_hand():
 
 
 def test_random_actions_come_in_runs():
-    run = _Run(describe(BREAKOUT), replace(TINY, n_envs=64, longest_run=20, stagger=0), seed=0, stored={})
+    run = Run(describe(BREAKOUT), replace(TINY, n_envs=64, longest_run=20, stagger=0), seed=0, stored={})
     generator, greedy = torch.Generator().manual_seed(0), torch.zeros(64, dtype=torch.int64)
     played = torch.stack([run.explore(greedy, 1.0, 1000, generator) for _ in range(400)])
     changes = (played[1:] != played[:-1]).float().mean()
@@ -281,7 +281,7 @@ def test_a_training_does_not_go_on_from_what_has_another_network_or_algorithm(tm
 
 def test_without_a_time_to_explore_next_to_no_action_is_random_from_the_first():
     config = replace(TINY, exploration_fraction=0.0, exploration_final_eps=0.0)
-    run = _Run(describe(BREAKOUT), config, 0, {})
+    run = Run(describe(BREAKOUT), config, 0, {})
     n = run.fleet.info.n_actions
     last = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.LazyLinear(n))
     last(torch.zeros(1, *run.fleet.info.obs_shape))

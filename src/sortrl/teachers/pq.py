@@ -138,7 +138,7 @@ def q_learn(
         best = load(out) if out is not None and history else frozen()
         if history and history[-1]["done"]:
             return best
-        run = _Run(info, config, seed, checkpoint.extra, processes)
+        run = Run(info, config, seed, checkpoint.extra, processes)
         rollout, player = _stored_rollout(checkpoint.extra), copy.deepcopy(body)
         first, started = step, time.monotonic()
         saved = started
@@ -146,19 +146,11 @@ def q_learn(
             while not (history and history[-1]["done"]):
                 due = trained and not history  # the start may be the best there is
                 if not due:
-                    if rollout is None:
-                        rollout = run.play(body, generator, step)
-                    player.load_state_dict(body.state_dict())
+                    rollout = rollout or run.play(body, generator, step)
+                    batches = torch.Generator().manual_seed(_mixed(seed, step))
+                    lesson = (body, optimizer, rollout, config, batches, step, tutor)
                     before, step = step, step + per_update
-                    batches = torch.Generator().manual_seed(_mixed(seed, before))
-                    lesson = (body, optimizer, rollout, config, batches, before, tutor)
-                    if processes > 1:
-                        learned = thread.submit(learn, *lesson)
-                    rollout = run.play(player, generator, step) if step < config.total_steps else None
-                    if processes > 1:
-                        learned.result()
-                    else:
-                        learn(*lesson)
+                    rollout = run.play_ahead(player, generator, lesson, None if processes == 1 else thread)
                     due = step // config.eval_every > before // config.eval_every or step >= config.total_steps
                 if due:
                     agent = frozen()
@@ -211,7 +203,7 @@ def _mixed(seed: int, step: int) -> int:
     return int(np.random.SeedSequence([seed, 7, step]).generate_state(1)[0])
 
 
-class _Run:
+class Run:
     """The games under way, how they explore, and what is known of their returns."""
 
     def __init__(
@@ -254,6 +246,21 @@ class _Run:
             best.append(_values(body, torch.from_numpy(self.fleet.obs), config).amax(1))
         obs, actions, rewards, terminated, truncated, taken = (torch.stack(part) for part in zip(*steps, strict=True))
         return Rollout(obs, actions, rewards, terminated, truncated, taken, torch.stack(best[1:]))
+
+    def play_ahead(
+        self, player: nn.Module, generator: torch.Generator, lesson: tuple[Any, ...], thread: ThreadPoolExecutor | None
+    ) -> Rollout | None:
+        """Learn from a rollout (the arguments of :func:`learn`), in the ``thread`` if there is one, while ``player``, which gets the
+        weights of before, plays the next one; None at the end of the training."""
+        body, step = lesson[0], lesson[5] + self.config.n_envs * self.config.n_steps
+        player.load_state_dict(body.state_dict())
+        learned = None if thread is None else thread.submit(learn, *lesson)
+        ahead = self.play(player, generator, step) if step < self.config.total_steps else None
+        if learned is None:
+            learn(*lesson)
+        else:
+            learned.result()
+        return ahead
 
     def explore(self, greedy: Tensor, eps: float, n_actions: int, generator: torch.Generator) -> Tensor:
         """The greedy actions, but in games that explore the random action of their present run."""
