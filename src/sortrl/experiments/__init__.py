@@ -13,6 +13,8 @@ from sortrl.experiments.compute import table_lines as compute_lines
 from sortrl.experiments.figure1 import fig1
 from sortrl.experiments.procgen import procgen_table
 from sortrl.experiments.procgen import table_lines as procgen_lines
+from sortrl.experiments.teachers import table_lines as teachers_lines
+from sortrl.experiments.teachers import teachers_table
 
 __all__ = [
     "atari_lines",
@@ -27,4 +29,6 @@ __all__ = [
     "procgen_table",
     "reliability",
     "reliability_summary",
+    "teachers_lines",
+    "teachers_table",
 ]

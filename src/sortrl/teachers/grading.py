@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from sortrl.envs import Predicts, greedy_returns
-from sortrl.teachers.config import TeacherConfig
+from sortrl.teachers.config import PQNConfig, TeacherConfig
 
 Progress = Callable[[dict[str, Any]], None]
 LOG_FILE = "training.json"  # how a teacher did in the course of its training
@@ -20,8 +20,9 @@ def grade(agent: Predicts, env_id: str, config: TeacherConfig, seed: int, segmen
         np.random.SeedSequence([seed, 3, segment]).generate_state(config.eval_episodes + config.confirm_episodes) >> 1
     )
     first, fresh = np.split(seeds, [config.eval_episodes])
-    score = float(greedy_returns(agent, env_id, first.tolist()).mean())
+    limit = {"patience": config.patience} if isinstance(config, PQNConfig) and config.patience else {}
+    score = float(greedy_returns(agent, env_id, first.tolist(), **limit).mean())
     if config.target_return is None or score < config.target_return:
         return score, False
-    confirmation = float(greedy_returns(agent, env_id, fresh.tolist()).mean())
+    confirmation = float(greedy_returns(agent, env_id, fresh.tolist(), **limit).mean())
     return confirmation, confirmation >= config.target_return
