@@ -12,7 +12,7 @@ from torch import nn
 from helpers import balancer
 from sortrl import attacks
 from sortrl.data.collect import CollectConfig, collect
-from sortrl.distill.loop import DistillConfig, distill
+from sortrl.distill import DistillConfig, distill
 
 STEPS, EPS = 10, 0.3
 

@@ -16,7 +16,7 @@ from sortrl.attacks.values import action_values
 from sortrl.core.errors import SortRLError
 from sortrl.core.normalizer import Normalizer
 from sortrl.data.collect import CollectConfig, collect
-from sortrl.distill.loop import DistillConfig, distill
+from sortrl.distill import DistillConfig, distill
 from sortrl.envs import describe
 from sortrl.evaluate.returns import evaluate
 from sortrl.teachers import Teacher, load_teacher

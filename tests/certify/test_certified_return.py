@@ -11,7 +11,7 @@ from sortrl import attacks
 from sortrl.certify.returns import certified_return
 from sortrl.core.errors import SortRLError
 from sortrl.data.collect import CollectConfig, collect
-from sortrl.distill.loop import DistillConfig, distill
+from sortrl.distill import DistillConfig, distill
 from sortrl.envs import Simulator
 from sortrl.evaluate.returns import episode_seeds, evaluate
 from sortrl.nets import SortPolicy

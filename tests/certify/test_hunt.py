@@ -26,7 +26,7 @@ from sortrl.attacks import Attack
 from sortrl.core.errors import MissingDependency
 from sortrl.core.normalizer import Normalizer
 from sortrl.core.records import Demonstrations
-from sortrl.distill.loop import DistillConfig, distill
+from sortrl.distill import DistillConfig, distill
 from sortrl.envs import EnvSlots, describe
 from sortrl.nets import CertifiedPolicy, HybridPolicy, RoundedPolicy, SortPolicy
 from sortrl.teachers import Teacher

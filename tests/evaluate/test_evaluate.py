@@ -12,7 +12,7 @@ from sortrl import attacks
 from sortrl.certify import certificate_summary, certified_shares, fully_certified_episodes, proven_mean
 from sortrl.core.errors import SortRLError
 from sortrl.data.collect import CollectConfig, collect
-from sortrl.distill.loop import DistillConfig, distill
+from sortrl.distill import DistillConfig, distill
 from sortrl.envs import describe
 from sortrl.evaluate.returns import episode_seeds, evaluate, evaluate_curve, valid_range
 from sortrl.nets import SortPolicy

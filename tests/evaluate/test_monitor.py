@@ -13,7 +13,7 @@ from sortrl.core.errors import SortRLError
 from sortrl.core.normalizer import Normalizer
 from sortrl.core.records import Decision
 from sortrl.data.collect import CollectConfig, collect
-from sortrl.distill.loop import DistillConfig, distill
+from sortrl.distill import DistillConfig, distill
 from sortrl.evaluate.monitor import Monitor
 from sortrl.nets import SortPolicy
 

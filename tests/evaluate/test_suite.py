@@ -15,7 +15,7 @@ from sortrl.attacks import sanity as checks
 from sortrl.core.errors import SortRLError
 from sortrl.core.records import PROTOCOL
 from sortrl.data.collect import CollectConfig, collect
-from sortrl.distill.loop import DistillConfig, distill
+from sortrl.distill import DistillConfig, distill
 from sortrl.evaluate import suite
 from sortrl.teachers import Teacher, load_teacher
 

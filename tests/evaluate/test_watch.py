@@ -21,7 +21,7 @@ from sortrl.certify.returns import CertifiedReturn
 from sortrl.core.errors import SortRLError
 from sortrl.core.files import write_json
 from sortrl.data.collect import CollectConfig, collect
-from sortrl.distill.loop import DistillConfig, distill
+from sortrl.distill import DistillConfig, distill
 from sortrl.envs import Simulator
 from sortrl.evaluate.returns import episode_seeds, evaluate
 from sortrl.evaluate.watch import Episode, least_certain, pictures, play

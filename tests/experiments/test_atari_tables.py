@@ -98,7 +98,12 @@ def test_students_see_the_whole_image_and_are_small(game):
     assert task.eps == pytest.approx(2 / 255)
     assert config.collect.states == 100_000
     policy = HybridPolicy(
-        SHAPE, 6, width=config.distill.width, depth=1, hidden=(), bounded_conv=config.distill.bounded_conv
+        SHAPE,
+        6,
+        width=config.student.distill.width,
+        depth=1,
+        hidden=(),
+        bounded_conv=config.student.distill.bounded_conv,
     )
     assert policy.trunk.front[2].out_shape == (256, 1, 1)
     assert policy.parameter_count < 2_500_000
@@ -108,7 +113,7 @@ def test_students_see_the_whole_image_and_are_small(game):
 def test_the_printed_recipe_for_images_is_a_preset(env_id):
     """Six sort layers of 1280, two linear ones of 256, theta = 2.2 eps, 100,000 states, batches of 512, 2,000 iterations."""
     config = robustify_config(env_id, preset="paper", train_teacher=False)
-    made = config.distill
+    made = config.student.distill
     assert (made.width, made.depth, made.head, made.rho) == (1280, 6, (256, 256), 0.3)
     assert made.theta == pytest.approx(2.2 * config.eps)
     assert (config.collect.states, made.batch, made.steps, config.dagger_rounds) == (100_000, 512, 2000, 0)

@@ -11,7 +11,7 @@ from sortrl import cli
 from sortrl.core.files import write_json
 from sortrl.core.normalizer import Normalizer
 from sortrl.data.collect import CollectConfig, collect
-from sortrl.distill.loop import DistillConfig, distill
+from sortrl.distill import DistillConfig, distill
 from sortrl.nets import SortPolicy
 from sortrl.nets.float_bounds import rounding_error, stages, traced_scores
 

@@ -37,7 +37,8 @@ from sortrl.experiments.settings import EPS_GRID, PLANS, PRINTED_EPS, PROTOCOLS,
 from sortrl.nets import CertifiedPolicy
 from sortrl.report.figures import panels, save
 from sortrl.runs.config import RobustifyConfig, robustify_config
-from sortrl.runs.run import SLOTS, open_run
+from sortrl.runs.measure import SLOTS
+from sortrl.runs.run import open_run
 from sortrl.teachers import Teacher
 
 Scale = Literal["smoke", "cpu", "paper"]

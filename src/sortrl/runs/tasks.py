@@ -27,6 +27,12 @@ class Task:
     paper: dict[str, Any] = field(default_factory=dict)
     """Likewise for the ``paper`` preset."""
 
+    def settings(self, preset: str) -> dict[str, Any]:
+        """What differs from a preset's defaults. What is measured at the end is the same however the student was made."""
+        own: dict[str, Any] = getattr(self, preset)
+        shared = {} if preset == "paper" else {name: self.fast[name] for name in MEASURED if name in self.fast}
+        return {**shared, **own}
+
 
 # Students of large images: convolutions, of which the last sees everything, one sort layer and a linear head.
 IMAGES: dict[str, Any] = {
