@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +16,7 @@ from sortrl.attacks.values import Aimed
 from sortrl.core.errors import SortRLError
 from sortrl.core.files import read_tensors, write_tensors
 from sortrl.core.normalizer import Normalizer
+from sortrl.core.progress import Progress
 from sortrl.core.records import Policy
 from sortrl.core.seeding import generators_restored, one_thread
 from sortrl.envs import describe, greedy_returns
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
 FILE_NAME = "adversary.safetensors"
 FORMAT = "sortrl-adversary-1"
-Progress = Callable[[dict[str, Any]], None]
 
 # PPO. Noise that depends on the state and is kept for a whole rollout (gSDE) explores far better than fresh noise at each
 # step, which averages out: it is a bias kept up, or a swing, that topples a controller.

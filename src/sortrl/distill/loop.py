@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,10 +17,9 @@ from sortrl.core.checkpoint import Checkpoint
 from sortrl.core.errors import SortRLError
 from sortrl.core.limits import require
 from sortrl.core.normalizer import Normalizer
+from sortrl.core.progress import Progress
 from sortrl.core.records import Demonstrations
 from sortrl.nets import BoundedConv, CertifiedPolicy, HybridPolicy, SortPolicy
-
-Progress = Callable[[dict[str, Any]], None]
 
 # Exponents with short multiplication chains: the kernels need neither logarithm nor exponential for them.
 EXPONENTS = (8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)

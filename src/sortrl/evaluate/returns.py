@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
@@ -18,13 +18,13 @@ from sortrl.attacks import Aimed, Attack
 from sortrl.attacks.schedule import Timing
 from sortrl.attacks.valid import valid_range
 from sortrl.core.errors import SortRLError
+from sortrl.core.progress import Progress
 from sortrl.core.records import EvalResult, Policy
 from sortrl.envs import EnvSlots, Episode, play_episodes
 from sortrl.nets import CertifiedPolicy
 
 __all__ = ["episode_seeds", "evaluate", "evaluate_curve", "valid_range"]
 
-Progress = Callable[[dict[str, Any]], None]
 SEEDS_PER_RUN = 1_000_000  # episodes of different run seeds never coincide
 SMALL = 1 << 24  # weights times states below which a second thread costs more to wake than it saves
 

@@ -39,7 +39,6 @@ PROTOCOL = (
     "declared range of observations; radii cut off at reach. exact: complete search with a budget of boxes per state, "
     "lower end certified, upper end a real counter-example. attack: smallest eps at which the named attack changes the action."
 )
-Report = Callable[[str], None]
 
 
 def run(
@@ -54,7 +53,7 @@ def run(
     tolerance: float = 5e-4,
     boxes_per_state: int = 5000,
     images: Mapping[str, CertifiedPolicy] | None = None,
-    progress: Report = print,
+    progress: Callable[[str], None] = print,
 ) -> dict[str, Any]:
     """Climb the ladder for each task (environment id -> policy or its directory); write certificates.json and .png.
 

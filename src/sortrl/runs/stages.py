@@ -26,7 +26,7 @@ from sortrl.baselines.thresholds.distill import RoundingConfig, distill_rounded
 from sortrl.baselines.thresholds.polish import polished
 from sortrl.core.errors import SortRLError
 from sortrl.core.files import locked, remove_leftovers, write_json
-from sortrl.core.progress import Report, stage
+from sortrl.core.progress import Progress, stage
 from sortrl.core.records import Demonstrations
 from sortrl.data.attacked import UnderAttack
 from sortrl.data.collect import CollectConfig, collect
@@ -80,7 +80,7 @@ class Stages:
         self.shared = shared  # what is made of the teacher does not depend on the seed of a student
 
     @contextmanager
-    def _stage(self, name: str, title: str) -> Iterator[Report]:
+    def _stage(self, name: str, title: str) -> Iterator[Progress]:
         """Show progress, and add the time to the record."""
         with self._timed(name), stage(title, self.quiet) as progress:
             yield progress
@@ -179,7 +179,7 @@ class Stages:
         return data
 
     def _with_found(
-        self, name: str, title: str, data: Demonstrations, find: Callable[[Report], Demonstrations | None]
+        self, name: str, title: str, data: Demonstrations, find: Callable[[Progress], Demonstrations | None]
     ) -> Demonstrations:
         """The data and further episodes, which are found now or were before."""
         path, done = self.directory / f"{name}.safetensors", self.directory / f"{name}.json"
@@ -256,7 +256,7 @@ class Stages:
     def demonstrations(self, teacher: Teacher) -> Demonstrations:
         config = replace(self.config.collect, eps_unit=self.config.noise)
 
-        def collected(progress: Report) -> Demonstrations:
+        def collected(progress: Progress) -> Demonstrations:
             data = collect(teacher, self.env_id, config, self.seed, progress=progress)
             check_splits(data)  # what nothing can be learned from is not kept: it would be in the way of better data
             # A memory keeps what was played, not labels.
@@ -287,7 +287,7 @@ class Stages:
             lambda p: collect(teacher, self.env_id, config, seed, actor=actor, progress=p),
         )
 
-    def _data(self, name: str, title: str, make: Callable[[Report], Demonstrations]) -> Demonstrations:
+    def _data(self, name: str, title: str, make: Callable[[Progress], Demonstrations]) -> Demonstrations:
         path = self.directory / f"{name}.safetensors"
         if not path.exists():
             with self._stage("collect", title) as progress:
@@ -318,7 +318,7 @@ class Stages:
 
 
 @contextmanager
-def _tensorboard(folder: Path) -> Iterator[Report]:
+def _tensorboard(folder: Path) -> Iterator[Progress]:
     """A TensorBoard log of the training measurements."""
     from torch.utils.tensorboard import SummaryWriter  # slow to import, and only needed while training
 

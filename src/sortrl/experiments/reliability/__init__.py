@@ -23,7 +23,6 @@ __all__ = ["FILE_NAME", "PARTS", "Main", "crashes", "fuzz", "reliability", "sieg
 
 FILE_NAME = "reliability.json"
 PARTS = ("fuzz", "crashes", "siege", "soak")
-Progress = Callable[[str], None]
 
 
 def reliability(
@@ -37,7 +36,7 @@ def reliability(
     decisions: int = 1_000_000,
     soak_seconds: float = 300.0,
     seed: int = 0,
-    progress: Progress = print,
+    progress: Callable[[str], None] = print,
 ) -> dict[str, Any]:
     """Run the campaigns (or one ``part``) and write ``reliability.json`` into ``out``; other parts there are kept.
 
