@@ -10,7 +10,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from sortrl.core.files import atomic_path
-from sortrl.report.chart import Chart, Panel
+from sortrl.report.charts import Chart, Panel
 
 # Okabe and Ito's colours, which colour-blind readers can tell apart; the page has the same in its style sheet.
 TONES = {

@@ -13,13 +13,11 @@ from markupsafe import Markup, escape
 
 from sortrl.core.errors import SortRLError
 from sortrl.core.files import regular_file, write_text
-from sortrl.report.chart import Chart
-from sortrl.report.charts import KEYS, charts
+from sortrl.report.charts import KEYS, Chart, charts
 from sortrl.report.model import ROUNDED, Run, Settings, Student, read_run
+from sortrl.report.numbers import number, percent, rounded_down, seconds, short
 from sortrl.report.svg import draw, legend
-from sortrl.report.tables import evaluation_table, raw_table
-from sortrl.report.text import markdown
-from sortrl.report.words import beside_teacher, headline, number, percent, rounded_down, seconds, short
+from sortrl.report.text import beside_teacher, evaluation_table, headline, markdown, raw_table
 
 _PAIRED = ("certified_share", "radius_histogram")  # drawn side by side on a wide screen
 _SECTIONS = {
