@@ -74,13 +74,11 @@ class Certified:
 
 @dataclass(frozen=True)
 class Student:
-    """``lipschitz`` is None for a network that is not Lipschitz."""
+    """``network`` says what the policy is made of, ``proof`` why its radii hold; both are its own words."""
 
-    kind: str
     parameters: int
-    lipschitz: float | None
-    width: int
-    depth: int
+    network: str
+    proof: str
 
 
 @dataclass(frozen=True)
@@ -161,7 +159,8 @@ def read_run(results: Mapping[str, Any]) -> Run:
         raise SortRLError(
             f"results: env.unit_to_raw has {len(scales)} values for {len(names)} env.obs_names; expected as many."
         )
-    student = _student(top.object("policy"))
+    policy = top.object("policy")
+    kind = policy.text("kind") if policy.has("kind") else "sort"  # files written before `kind` existed omit it
     run = Run(
         env_id=env.text("id"),
         max_steps=env.optional_integer("max_steps"),
@@ -176,9 +175,9 @@ def read_run(results: Mapping[str, Any]) -> Run:
         version=top.text("sortrl"),
         teacher=teacher.text("name"),
         teacher_source=teacher.text("source") if teacher.has("source") else "",
-        student=student,
+        student=_student(top, policy, kind),
         data=_data(top.object("data")),
-        training=tuple(_training_point(point, student.kind) for point in top.objects("training")),
+        training=tuple(_training_point(point, kind) for point in top.objects("training")),
         evaluation=tuple(map(_row, top.objects("evaluation"))),
         certified=_certified(top.object("certificate")),
         stage_seconds=_stage_seconds(top.object("stage_seconds")),
@@ -247,15 +246,33 @@ def _episode(part: Reader) -> Episode:
     return Episode(part.integer("seed"), part.number("return"), part.numbers("radii", 0.0))
 
 
-def _student(part: Reader) -> Student:
-    kind = part.text("kind") if part.has("kind") else "sort"  # results of before there were other kinds do not say
-    rounded = kind == ROUNDED
+def _student(top: Reader, policy: Reader, kind: str) -> Student:
+    parameters = policy.integer("parameters")
+    if top.has("student"):
+        own = top.object("student")
+        return Student(parameters, own.text("network"), own.text("proof"))
+    # Files written before policies explained themselves omit `student`.
+    if kind == ROUNDED:
+        return Student(
+            parameters,
+            "thresholds on pixels, then convolutions and linear layers",
+            "Every pixel is compared with thresholds, so nothing changes until one of them is crossed; where some can be, "
+            "intervals bound what the network makes of it.",
+        )
+    network = f"SortNet, {policy.integer('depth')} layers of {policy.integer('width')}"
+    lipschitz = policy.number("lipschitz", 0.0)
+    if kind == "hybrid":
+        return Student(
+            parameters,
+            f"{network}, with linear layers behind them",
+            "The sort layers are Lipschitz, which bounds how far their outputs can move, and intervals bound what the linear "
+            "layers make of that.",
+        )
     return Student(
-        kind=kind,
-        parameters=part.integer("parameters"),
-        lipschitz=None if rounded else part.number("lipschitz", 0.0),
-        width=0 if rounded else part.integer("width"),
-        depth=0 if rounded else part.integer("depth"),
+        parameters,
+        network,
+        "The radius is half the gap between the best score and the next, divided by the network's l∞ Lipschitz constant "
+        f"({lipschitz:.6g}).",
     )
 
 

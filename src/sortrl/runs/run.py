@@ -221,6 +221,7 @@ class Run(Stages):
                 # How many: which ones is in the policy's file.
                 **({"pixels": len(policy.config.pixels)} if hasattr(policy.config, "pixels") else {}),
             },
+            "student": policy.explain(),
             "training": training.get("history"),
             "evaluation": evaluation,
             "certificate": read_json(self.directory / "certificate.json"),
