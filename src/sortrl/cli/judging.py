@@ -186,7 +186,7 @@ def _save_certificates(run: Path, env_id: str, episodes: int, seed: int, path: P
     import torch
 
     from sortrl.certify import save_certificates
-    from sortrl.experiments.certificate_study import clean_episodes
+    from sortrl.experiments.certificates import clean_episodes
     from sortrl.nets import load
     from sortrl.nets.zoo import locate
 
