@@ -43,7 +43,7 @@ bench: setup  ## kernels against torch and against the machine's limit
 	$(BIN)/sortrl bench --json results/bench.json
 
 docs: setup  ## the documentation site, into site/; a broken link or reference is an error
-	$(BIN)/mkdocs build --quiet --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
 sanitize: setup  ## the kernel tests on a build with address and undefined-behaviour sanitizers
 	bash tests/sanitize.sh $(BIN)/python

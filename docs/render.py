@@ -24,6 +24,7 @@ from sortrl.report.model import read_run
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
 AGENTS = {"expert": "expert (PPO)", "ours": "**sortrl**", "paper": "recipe as printed"}
+NBSP = "\u00a0"  # keeps a figure on one line
 # What the tables' JSON calls the agents, and what the documentation does.
 PLAIN_NAMES = {
     "**sortrl, rounded**": "**threshold student**",
@@ -78,7 +79,7 @@ def _percent(share: float) -> str:
 
 def _arrow(clean: float, attacked: float) -> str:
     digits = 1 if abs(clean) < 10 else 0
-    return f"{clean:.{digits}f}&nbsp;→&nbsp;{attacked:.{digits}f}"
+    return f"{clean:.{digits}f}{NBSP}→{NBSP}{attacked:.{digits}f}"
 
 
 def _cells(cells: list[dict[str, Any]], game: str, agent: str, level: int) -> tuple[float, float]:
@@ -273,7 +274,7 @@ def rendered(text: str) -> str:
 def _plain(table: str) -> str:
     for name, words in PLAIN_NAMES.items():
         table = table.replace(name, words)
-    return table
+    return table.replace(" ± ", f"{NBSP}±{NBSP}")
 
 
 def draw_picture() -> None:

@@ -50,12 +50,13 @@ def named(page: Path) -> str:
     return str(page.relative_to(ROOT))
 
 
+WITH_A_PACKAGE = 'python -c "import my_package; from sortrl.cli import main; main()"'
 COMMANDS = [
-    line.split("#")[0].strip()
+    line.split("#")[0].strip().replace(WITH_A_PACKAGE, "sortrl")
     for page in PAGES
     for block in fenced(page, "")
     for line in block.splitlines()
-    if line.strip().startswith("sortrl ")
+    if line.strip().startswith(("sortrl ", WITH_A_PACKAGE))
 ]
 MENTIONED = sorted({code for page in PAGES for code in inline(page) if re.match(r"sortrl [a-z]", code)})
 PYTHON_PAGES = [page for page in PAGES if fenced(page, "python")]

@@ -59,7 +59,7 @@ def test_modules_are_attributes_but_a_function_keeps_its_name_from_the_module_of
     code = """
 import sortrl
 import sortrl.evaluate, sortrl.distill
-from sortrl.collect import collect
+from sortrl.data.collect import collect
 assert sortrl.collect is collect
 assert callable(sortrl.evaluate) and callable(sortrl.distill)
 import sys

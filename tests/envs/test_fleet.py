@@ -7,6 +7,7 @@ import pytest
 
 from sortrl.core.errors import SortRLError
 from sortrl.envs import Fleet, ParallelFleet
+from sortrl.envs.fleet import Lessons
 from sortrl.envs.info import make_env
 
 BREAKOUT = "sortrl/Breakout10-v0"
@@ -92,3 +93,44 @@ def test_processes_play_the_same_games():
         assert equal(drive(alone, 50, seed=9), drive(again, 50, seed=9))
     finally:
         again.close()
+
+
+def test_a_game_without_rewards_counts_as_lost_when_patience_ends():
+    fleet = Fleet("sortrl/Freeway84-v0", 1, seed=0, lessons=Lessons(patience=5))  # who stands still is never rewarded
+    first = fleet.obs.copy()
+    ended = [bool(fleet.step([0]).terminated[0]) for _ in range(12)]
+    assert ended == [False] * 4 + [True] + [False] * 4 + [True] + [False] * 2
+    assert fleet.state()["episodes"].tolist() == [2]
+    fleet.step([0])
+    assert not np.array_equal(fleet.obs, first)
+
+
+def test_a_lost_game_goes_back_a_little():
+    freeway, lessons = "sortrl/Freeway84-v0", Lessons(patience=250, retry=1.0)  # who stands still is never rewarded
+    fleet = Fleet(freeway, 1, seed=0, lessons=lessons)
+    shown = [fleet.obs.copy()]
+    for _ in range(249):
+        assert not fleet.step([0]).terminated[0]
+        shown.append(fleet.obs.copy())
+    assert fleet.step([0]).terminated[0]
+    assert np.array_equal(fleet.obs, shown[100])
+    for before in shown[101:220]:
+        fleet.step([0])
+        assert np.array_equal(fleet.obs, before)
+    assert fleet.state()["episodes"].tolist() == [0], "it is still the same episode"
+    again = Fleet(freeway, 1, seed=0, state=fleet.state(), lessons=lessons)
+    assert np.array_equal(fleet.obs, again.obs)
+    assert equal(drive(fleet, 20), drive(again, 20))
+    never = Fleet(freeway, 1, seed=0, lessons=Lessons(patience=250))
+    for _ in range(250):
+        never.step([0])
+    assert never.state()["episodes"].tolist() == [1]
+
+
+def test_sticky_games_are_spread_over_a_fleet():
+    fleet = Fleet("sortrl/Pong84-v0", 6, seed=0, lessons=Lessons(sticky=0.5))
+    assert [env.unwrapped.sticky for env in fleet._envs] == [0.0, 0.25] * 3
+    fleet = Fleet("sortrl/Pong84-v0", 2, seed=0, lessons=Lessons(sticky=1.0))
+    assert [env.unwrapped.sticky for env in fleet._envs] == [0.25] * 2
+    with pytest.raises(TypeError, match="sticky"):
+        Fleet("CartPole-v1", 2, seed=0, lessons=Lessons(sticky=1.0))

@@ -17,6 +17,8 @@ from sortrl.envs.info import make_env
 from sortrl.evaluate.returns import episode_seeds
 from sortrl.experiments import atari, atari_figures, quoted
 from sortrl.experiments.atari import AGENTS, GAMES, MEMORY, QUANTIZED, ROUNDED, STICKY, STRONGER, STUDENT, TEACHER, Cell
+from sortrl.experiments.teachers import table_lines as teachers_lines
+from sortrl.experiments.teachers import teachers_table
 from sortrl.nets import HybridPolicy
 from sortrl.runs.config import robustify_config
 from sortrl.runs.tasks import TASKS
@@ -246,3 +248,21 @@ def test_bad_requests_are_named(tmp_path, table1):
         atari_figures.fig2(tmp_path, "BankHeist")
     with pytest.raises(SortRLError, match="no game 'Tennis'"):
         atari_figures.fig3(tmp_path, "Tennis")
+
+
+def test_teachers_are_measured_once_with_what_is_known_of_their_training(tmp_path, short_pong):
+    save_teacher(tmp_path / "teachers" / "pong", 1)
+    history = [{"step": 64, "return": 3.0, "hours": 0.5}, {"step": 128, "return": -2.0, "hours": 1.0}]
+    write_json(tmp_path / "teachers" / "pong" / "training.json", {"identity": {"seed": 0}, "history": history})
+    told = []
+    asked = ("smoke", "Pong", tmp_path, tmp_path / "teachers", told.append)
+    (row,) = teachers_table(*asked)["teachers"]
+    assert (row["game"], row["episodes"], len(row["clean"]["returns"])) == ("Pong", 1, 1)
+    assert row["training"] == {"settings": {"seed": 0}, "step": 64, "hours": 0.5, "curve": history}
+    assert len(told) == 1
+    teachers_table(*asked)
+    assert len(told) == 1, "the same weights are not measured again"
+    save_teacher(tmp_path / "teachers" / "pong", 2)
+    (other,) = teachers_table(*asked)["teachers"]
+    assert other["weights"] != row["weights"]
+    assert "| Pong |" in teachers_lines({"teachers": [other]})[-1]

@@ -191,3 +191,12 @@ def test_games_are_played_alike_in_one_process_and_in_two():
     row = games.random_play(3, processes=2, repeats=5)
     assert row["wrong"] == []
     assert min(row["steps_per_s"].values()) > 0
+
+
+@pytest.mark.slow
+def test_trainings_learn_alike_in_one_process_and_in_two():
+    pytest.importorskip("ale_py")
+    row = games.teach_step(4, processes=2, repeats=5)
+    assert row["wrong"] == []
+    assert set(row["steps_per_s"]) == {"ours", "one process", "one process, float32"}
+    assert min(row["steps_per_s"].values()) > 0

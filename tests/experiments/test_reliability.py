@@ -382,7 +382,7 @@ def test_half_written_files_would_be_seen(targets, tmp_path):
 
 def test_a_killed_owner_leaves_no_lock_behind(tmp_path):
     code = (
-        "import sys, time; from pathlib import Path; from sortrl.files import locked\n"
+        "import sys, time; from pathlib import Path; from sortrl.core.files import locked\n"
         "with locked(Path(sys.argv[1])):\n print('in', flush=True); time.sleep(600)"
     )
     owner = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True)
@@ -481,7 +481,7 @@ import torch; torch.set_num_threads(1)
 from pathlib import Path
 import sortrl
 from sortrl import cli, zoo
-from sortrl.reliability.tiny import tiny_run
+from sortrl.experiments.reliability.tiny import tiny_run
 tiny_run(Path(sys.argv[1]))
 cli.main(["certify", sys.argv[1], "--episodes", "1", "--return-episodes", "1", "--budget", "10", "--attack", "none"])
 try:

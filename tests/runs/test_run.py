@@ -80,7 +80,7 @@ def test_a_lock_that_is_replaced_while_it_is_taken_does_not_count(tmp_path, monk
 
 def test_a_writer_can_be_waited_for(tmp_path):
     code = (
-        "import sys, time; from pathlib import Path; from sortrl.files import locked\n"
+        "import sys, time; from pathlib import Path; from sortrl.core.files import locked\n"
         "with locked(Path(sys.argv[1])):\n print('in', flush=True); sys.stdin.read(1); Path(sys.argv[1], 'done').touch()"
     )
     owner = subprocess.Popen(

@@ -16,8 +16,17 @@ import torch
 from sortrl import cli
 from sortrl.core.errors import SortRLError
 from sortrl.envs import describe, greedy_returns
-from sortrl.teachers import PQN_TEACHERS, Architecture, PQNConfig, load_teacher, teacher_preset, train_teacher
-from sortrl.teachers.train_pqn import Rollout, _Run, lambda_returns
+from sortrl.teachers import (
+    PQN_TEACHERS,
+    Architecture,
+    PQNConfig,
+    continued,
+    load_teacher,
+    teacher_preset,
+    train_teacher,
+)
+from sortrl.teachers.grading import grade
+from sortrl.teachers.train_pqn import Rollout, Run, _values, lambda_returns
 
 BREAKOUT = "sortrl/Breakout10-v0"
 TINY = PQNConfig(
@@ -63,7 +72,7 @@ def test_lambda_returns_by_hand():
 
 
 def test_random_actions_come_in_runs():
-    run = _Run(describe(BREAKOUT), replace(TINY, n_envs=64, longest_run=20, stagger=0), seed=0, stored={})
+    run = Run(describe(BREAKOUT), replace(TINY, n_envs=64, longest_run=20, stagger=0), seed=0, stored={})
     generator, greedy = torch.Generator().manual_seed(0), torch.zeros(64, dtype=torch.int64)
     played = torch.stack([run.explore(greedy, 1.0, 1000, generator) for _ in range(400)])
     changes = (played[1:] != played[:-1]).float().mean()
@@ -149,6 +158,39 @@ def test_a_killed_training_continues_to_the_same_teacher(tmp_path, monkeypatch):
     assert not torch.equal(weights(train_teacher(BREAKOUT, TINY, seed=6)), weights(whole))
 
 
+def test_playing_on_during_updates_changes_nothing():
+    config = replace(TINY, total_steps=512, eval_every=512)
+    alone, together = (train_teacher(BREAKOUT, config, seed=2, processes=processes) for processes in (1, 2))
+    assert torch.equal(weights(alone), weights(together))
+
+
+def test_half_precision_gives_nearly_the_same_values_and_trains():
+    body = Architecture((1, 84, 84), 4, (32,), "ReLU", "norm_cnn", channels=(8, 8, 8)).build()
+    obs = torch.randint(256, (8, 1, 84, 84), dtype=torch.uint8)
+    exact, half = (_values(body, obs, PQNConfig(half=half)) for half in (False, True))
+    assert half.dtype == torch.float32
+    assert not torch.equal(exact, half)
+    assert torch.allclose(exact, half, atol=0.05)
+    config = replace(TINY, total_steps=512, eval_every=512)
+    plain, trained = (train_teacher(BREAKOUT, replace(config, half=half), seed=2) for half in (False, True))
+    assert not torch.equal(weights(plain), weights(trained))
+    assert torch.isfinite(weights(trained)).all()
+
+
+def test_grades_break_off_games_that_stand_still(monkeypatch):
+    class Waits:
+        calls = 0
+
+        def predict(self, obs):
+            self.calls += 1
+            return np.zeros(len(obs), int), None
+
+    agent = Waits()
+    config = PQNConfig(eval_episodes=2, patience=7)
+    assert grade(agent, "sortrl/Freeway84-v0", config, seed=0, segment=0) == (0.0, False)
+    assert agent.calls == 7
+
+
 @pytest.mark.slow
 def test_a_training_survives_sigkill_and_another_number_of_processes(tmp_path):
     config = replace(TINY, total_steps=20_480, eval_every=10_240)
@@ -173,6 +215,9 @@ def test_a_training_survives_sigkill_and_another_number_of_processes(tmp_path):
         ({"batch_size": 100}, "cannot be cut into batches of 100"),
         ({"q_lambda": 2.0}, "q_lambda is 2.0"),
         ({"longest_run": 0}, "longest_run"),
+        ({"retry": 1.5}, "retry is 1.5"),
+        ({"sticky": -0.5}, "sticky is -0.5"),
+        ({"patience": -1}, "patience is -1"),
     ],
 )
 def test_bad_configs(fields, message):
@@ -191,7 +236,15 @@ def test_the_command_trains_and_tells_the_result(tmp_path, monkeypatch, capsys):
     assert row["done"]
 
 
+def test_half_precision_is_for_value_learning(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["teach", "CartPole-v1", "--half", "--out", str(tmp_path)])
+    assert "--half is for pqn" in capsys.readouterr().err
+
+
 def test_presets_and_wrong_tasks():
+    assert continued("sortrl/RoadRunner84-v0").retry == 0.7
+    assert continued("sortrl/Asterix10-v0").retry == 0.0
     assert teacher_preset("sortrl/Freeway84-v0").longest_run == 100
     assert teacher_preset("sortrl/Freeway84-v0", "ppo").algorithm == "ppo"
     assert teacher_preset("CartPole-v1").algorithm == "ppo"
@@ -228,7 +281,7 @@ def test_a_training_does_not_go_on_from_what_has_another_network_or_algorithm(tm
 
 def test_without_a_time_to_explore_next_to_no_action_is_random_from_the_first():
     config = replace(TINY, exploration_fraction=0.0, exploration_final_eps=0.0)
-    run = _Run(describe(BREAKOUT), config, 0, {})
+    run = Run(describe(BREAKOUT), config, 0, {})
     n = run.fleet.info.n_actions
     last = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.LazyLinear(n))
     last(torch.zeros(1, *run.fleet.info.obs_shape))

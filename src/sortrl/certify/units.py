@@ -27,7 +27,7 @@ def raw_radii(policy: CertifiedPolicy, obs: npt.ArrayLike | Tensor) -> npt.NDArr
     They are ``radius * scale``, less what the normaliser may round. Where it clips a value, the value may also move
     freely as far as it stays clipped.
 
-    >>> from sortrl.normalizer import Normalizer
+    >>> from sortrl.core.normalizer import Normalizer
     >>> from sortrl.nets import SortPolicy
     >>> policy = SortPolicy((2,), 2, width=8, depth=2, normalizer=Normalizer([0.0, 0.0], [1.0, 50.0]))
     >>> raw = raw_radii(policy, [[0.3, 10.0]])[0]
@@ -95,7 +95,7 @@ def certified_levels(policy: CertifiedPolicy, obs: npt.ArrayLike | Tensor) -> np
 
     -1 where not even the tie of two actions is excluded. k / 255 is the radius as the literature on images states it.
 
-    >>> from sortrl.normalizer import Normalizer
+    >>> from sortrl.core.normalizer import Normalizer
     >>> from sortrl.nets import SortPolicy
     >>> policy = SortPolicy((1, 4, 4), 2, width=8, depth=2, normalizer=Normalizer.from_pixels((1, 4, 4)))
     >>> bool(certified_levels(policy, np.zeros((1, 1, 4, 4), np.uint8))[0] >= -1)

@@ -39,6 +39,10 @@ class Episode:
         self.total += reward
         self.steps += 1
 
+    def given_up(self) -> bool:
+        """Whether to break the episode off here."""
+        return False
+
 
 E = TypeVar("E", bound=Episode)
 Act = Callable[[list[E]], Sequence[int] | npt.NDArray[Any] | None]
@@ -82,7 +86,7 @@ def play_episodes(
         for (slot, episode), action in zip(list(playing.items()), actions, strict=True):
             obs, reward, done = envs.step(slot, int(action))
             episode.see(obs, reward)
-            if done:
+            if done or episode.given_up():
                 finished.append(playing.pop(slot))
                 if ended is not None:
                     ended(episode)
@@ -90,12 +94,28 @@ def play_episodes(
     return sorted(finished, key=lambda episode: episode.number)
 
 
-def greedy_returns(policy: Predicts, env_id: str, seeds: Sequence[int], slots: int = 32) -> npt.NDArray[np.float64]:
-    """The undiscounted return of one clean greedy episode per seed, in the order of ``seeds``."""
+def greedy_returns(
+    policy: Predicts, env_id: str, seeds: Sequence[int], slots: int = 32, patience: int = 0
+) -> npt.NDArray[np.float64]:
+    """The undiscounted return of one clean greedy episode per seed, in the order of ``seeds``.
+
+    Episodes that have gone ``patience`` steps without a reward are broken off; none is if that is 0.
+    """
     if len(seeds) == 0:
         raise SortRLError("greedy_returns: no seeds given; name at least one episode.")
+
+    class Patient(Episode):
+        idle = 0
+
+        def see(self, obs: Obs, reward: float) -> None:
+            super().see(obs, reward)
+            self.idle = 0 if reward else self.idle + 1
+
+        def given_up(self) -> bool:
+            return 0 < patience <= self.idle
+
     with EnvSlots(env_id, min(slots, len(seeds))) as envs:
         played = play_episodes(
-            envs, seeds, lambda episodes: policy.predict(np.stack([one.obs for one in episodes]))[0], Episode
+            envs, seeds, lambda episodes: policy.predict(np.stack([one.obs for one in episodes]))[0], Patient
         )
     return np.array([episode.total for episode in played])

@@ -13,6 +13,8 @@ from sortrl.experiments.procgen import procgen_table
 from sortrl.experiments.procgen import table_lines as procgen_lines
 from sortrl.experiments.reliability import reliability
 from sortrl.experiments.reliability import summary as reliability_summary
+from sortrl.experiments.teachers import table_lines as teachers_lines
+from sortrl.experiments.teachers import teachers_table
 
 __all__ = [
     "atari_lines",
@@ -27,4 +29,6 @@ __all__ = [
     "procgen_table",
     "reliability",
     "reliability_summary",
+    "teachers_lines",
+    "teachers_table",
 ]

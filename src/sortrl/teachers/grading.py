@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from sortrl.envs import Predicts, greedy_returns
-from sortrl.teachers.config import TeacherConfig
+from sortrl.teachers.config import PQNConfig, TeacherConfig
 
 LOG_FILE = "training.json"  # how a teacher did in the course of its training
 
@@ -16,8 +16,9 @@ def grade(agent: Predicts, env_id: str, config: TeacherConfig, seed: int, segmen
         np.random.SeedSequence([seed, 3, segment]).generate_state(config.eval_episodes + config.confirm_episodes) >> 1
     )
     first, fresh = np.split(seeds, [config.eval_episodes])
-    score = float(greedy_returns(agent, env_id, first.tolist()).mean())
+    limit = {"patience": config.patience} if isinstance(config, PQNConfig) and config.patience else {}
+    score = float(greedy_returns(agent, env_id, first.tolist(), **limit).mean())
     if config.target_return is None or score < config.target_return:
         return score, False
-    confirmation = float(greedy_returns(agent, env_id, fresh.tolist()).mean())
+    confirmation = float(greedy_returns(agent, env_id, fresh.tolist(), **limit).mean())
     return confirmation, confirmation >= config.target_return

@@ -190,7 +190,7 @@ def hardened(
     They are compared on fresh episodes under attacks of all sizes, so at worst the teacher comes back as it was. With ``out_dir``
     the training is kept there, and the same call continues it to the same result.
 
-    >>> from sortrl.normalizer import Normalizer
+    >>> from sortrl.core.normalizer import Normalizer
     >>> from sortrl.teachers import Architecture
     >>> architecture = Architecture(obs_shape=(4,), n_actions=2, hidden=(8,), activation="Tanh")
     >>> pilot = Teacher(architecture.build(), Normalizer.identity((4,)), 2, "pilot", "ppo", architecture)

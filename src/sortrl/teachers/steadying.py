@@ -204,7 +204,7 @@ def steadied(
     fresh episodes, and the best of them all is returned: at worst the teacher itself. With ``out_dir`` the search is kept there
     after every generation, and the same call continues it.
 
-    >>> from sortrl.normalizer import Normalizer
+    >>> from sortrl.core.normalizer import Normalizer
     >>> from sortrl.teachers import Architecture
     >>> architecture = Architecture(obs_shape=(4,), n_actions=2, hidden=(), activation="Tanh")
     >>> weights = {"1.weight": torch.tensor([[0.0] * 4, [0.0, 0.5, 5.0, 1.0]]), "1.bias": torch.zeros(2)}

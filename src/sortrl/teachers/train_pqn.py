@@ -6,15 +6,18 @@ the values stable: there is no target network. Lambda-returns carry a reward bac
 
 from __future__ import annotations
 
+import copy
 import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -26,6 +29,7 @@ from sortrl.core.normalizer import Normalizer
 from sortrl.core.progress import Progress
 from sortrl.core.seeding import generators_restored, one_thread
 from sortrl.envs import EnvInfo, Fleet, ParallelFleet, Predicts
+from sortrl.envs.fleet import Lessons
 from sortrl.nets.architecture import Architecture
 from sortrl.teachers.config import PQNConfig
 from sortrl.teachers.grading import LOG_FILE, grade
@@ -123,8 +127,10 @@ def q_learn(
     weights, ``load`` reads back what it saved in ``out``. ``identity``, which has the seed, is what a resumed training must share.
     What is ``trained`` already is graded before it learns, so that nothing worse is returned.
     With a ``tutor`` it does not learn from rewards.
+
+    Games are played one update ahead, by the weights of before the update: with several ``processes`` both go on at once.
     """
-    seed = identity["seed"]
+    seed, per_update = identity["seed"], config.n_envs * config.n_steps
     with one_thread(), generators_restored():
         torch.manual_seed(seed)
         optimizer = torch.optim.RAdam(body.parameters(), lr=config.learning_rate)
@@ -134,15 +140,19 @@ def q_learn(
         best = load(out) if out is not None and history else frozen()
         if history and history[-1]["done"]:
             return best
-        run = _Run(info, config, seed, checkpoint.extra, processes)
+        run = Run(info, config, seed, checkpoint.extra, processes)
+        rollout, player = _stored_rollout(checkpoint.extra), copy.deepcopy(body)
         first, started = step, time.monotonic()
         saved = started
-        with closing(run.fleet):
+        with closing(run.fleet), ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(1,)) as thread:
             while not (history and history[-1]["done"]):
                 due = trained and not history  # the start may be the best there is
                 if not due:
-                    learn(body, optimizer, run.play(body, generator, step), config, generator, step, tutor)
-                    before, step = step, step + config.n_envs * config.n_steps
+                    rollout = rollout or run.play(body, generator, step)
+                    batches = torch.Generator().manual_seed(_mixed(seed, step))
+                    lesson = (body, optimizer, rollout, config, batches, step, tutor)
+                    before, step = step, step + per_update
+                    rollout = run.play_ahead(player, generator, lesson, None if processes == 1 else thread)
                     due = step // config.eval_every > before // config.eval_every or step >= config.total_steps
                 if due:
                     agent = frozen()
@@ -157,7 +167,7 @@ def q_learn(
                     if out is not None:
                         write_json(out / LOG_FILE, {"identity": identity, "history": history})
                 if due or time.monotonic() - saved >= SAVE_EVERY_S:
-                    checkpoint.save(body, optimizer, generator, step, history, run.state())
+                    checkpoint.save(body, optimizer, generator, step, history, run.state() | _to_store(rollout))
                     saved = time.monotonic()
                 if progress is not None:
                     rate = max(1, step - first) / (time.monotonic() - started)
@@ -180,7 +190,22 @@ class Rollout(NamedTuple):
     next_values: Tensor
 
 
-class _Run:
+def _stored_rollout(stored: dict[str, Tensor]) -> Rollout | None:
+    """What was played ahead when the training was saved."""
+    found = [stored.get(f"rollout.{name}") for name in Rollout._fields]
+    parts = [tensor for tensor in found if tensor is not None]
+    return Rollout(*parts) if len(parts) == len(found) else None
+
+
+def _to_store(rollout: Rollout | None) -> dict[str, Tensor]:
+    return {} if rollout is None else {f"rollout.{name}": part for name, part in rollout._asdict().items()}
+
+
+def _mixed(seed: int, step: int) -> int:
+    return int(np.random.SeedSequence([seed, 7, step]).generate_state(1)[0])
+
+
+class Run:
     """The games under way, how they explore, and what is known of their returns."""
 
     def __init__(
@@ -190,10 +215,11 @@ class _Run:
         state = {name[6:]: tensor.numpy() for name, tensor in stored.items() if name.startswith("fleet.")}
         options = {"episodic_life": True} if config.episodic_life else {}
         games = (info.env_id, config.n_envs, seed, config.stagger, options)
+        lessons = Lessons(config.patience, config.retry, config.sticky)
         self.fleet: Fleet | ParallelFleet = (
-            Fleet(*games, state=state or None)
+            Fleet(*games, state=state or None, lessons=lessons)
             if processes == 1
-            else ParallelFleet(*games, state=state or None, processes=processes)
+            else ParallelFleet(*games, state=state or None, lessons=lessons, processes=processes)
         )
         self.left = stored.get("left", torch.zeros(config.n_envs, dtype=torch.int64))
         self.action = stored.get("action", torch.zeros(config.n_envs, dtype=torch.int64))
@@ -211,7 +237,7 @@ class _Run:
         for _ in range(config.n_steps):
             obs = torch.from_numpy(self.fleet.obs.copy())
             with torch.no_grad():
-                values = body(_unit(obs))
+                values = _values(body, obs, config)
             best.append(values.amax(1))
             actions = self.explore(values.argmax(1), eps, n_actions, generator)
             played = self.fleet.step(actions.numpy())
@@ -219,9 +245,24 @@ class _Run:
             after = (torch.from_numpy(array) for array in played[:3])
             steps.append((obs, actions, *after, values.gather(1, actions[:, None]).squeeze(1)))
         with torch.no_grad():
-            best.append(body(_unit(torch.from_numpy(self.fleet.obs))).amax(1))
+            best.append(_values(body, torch.from_numpy(self.fleet.obs), config).amax(1))
         obs, actions, rewards, terminated, truncated, taken = (torch.stack(part) for part in zip(*steps, strict=True))
         return Rollout(obs, actions, rewards, terminated, truncated, taken, torch.stack(best[1:]))
+
+    def play_ahead(
+        self, player: nn.Module, generator: torch.Generator, lesson: tuple[Any, ...], thread: ThreadPoolExecutor | None
+    ) -> Rollout | None:
+        """Learn from a rollout (the arguments of :func:`learn`), in the ``thread`` if there is one, while ``player``, which gets the
+        weights of before, plays the next one; None at the end of the training."""
+        body, step = lesson[0], lesson[5] + self.config.n_envs * self.config.n_steps
+        player.load_state_dict(body.state_dict())
+        learned = None if thread is None else thread.submit(learn, *lesson)
+        ahead = self.play(player, generator, step) if step < self.config.total_steps else None
+        if learned is None:
+            learn(*lesson)
+        else:
+            learned.result()
+        return ahead
 
     def explore(self, greedy: Tensor, eps: float, n_actions: int, generator: torch.Generator) -> Tensor:
         """The greedy actions, but in games that explore the random action of their present run."""
@@ -285,7 +326,7 @@ def learn(
     obs, actions = rollout.obs.flatten(0, 1), rollout.actions.flatten()
     taught = None if tutor is None else tutor.values_of(obs)
     for batch in _batches(len(targets), config, generator):
-        values = body(_unit(obs[batch]))
+        values = _values(body, obs[batch], config)
         if taught is None:
             played = values.gather(1, actions[batch, None]).squeeze(1)
             loss = 0.5 * nn.functional.mse_loss(played, targets[batch])
@@ -316,6 +357,18 @@ def value_loss(values: Tensor, taught: Tensor) -> Tensor:
 def _batches(n: int, config: PQNConfig, generator: torch.Generator) -> Iterator[Tensor]:
     for _ in range(config.n_epochs):
         yield from torch.split(torch.randperm(n, generator=generator), config.batch_size)
+
+
+def _values(body: nn.Module, obs: Tensor, config: PQNConfig) -> Tensor:
+    """Of bytes. The last layer is never in half precision: actions differ by less than it can tell apart."""
+    if not config.half:
+        values: Tensor = body(_unit(obs))
+        return values
+    assert isinstance(body, nn.Sequential)
+    with torch.autocast("cpu", torch.bfloat16):
+        features = body[:-1](_unit(obs))
+    last: Tensor = body[-1](features.float())
+    return last
 
 
 def _unit(obs: Tensor) -> Tensor:

@@ -93,10 +93,11 @@ def _run(plan: Plan, quick: bool, repeats: int, progress: Callable[[str], None])
         progress(_line(rows[-1]))
     rows.append(attacked_play(plan.attacked, repeats))
     progress(_line(rows[-1]))
-    played = games.random_play(plan.games, _cores(), repeats) if plan.games else None
-    if played is not None:
-        rows.append(played)
-        progress(_line(rows[-1]))
+    for case_of in (games.random_play, games.teach_step) if plan.games else ():
+        played = case_of(plan.games, _cores(), repeats)
+        if played is not None:
+            rows.append(played)
+            progress(_line(rows[-1]))
     scaling = growth.scaling(plan.scaling_middle, plan.scaling_sizes, repeats, generator)
     progress("scaling measured")
     memory = growth.memory(plan.policy)

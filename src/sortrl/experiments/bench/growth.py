@@ -65,7 +65,7 @@ def _along(
 
 def memory(size: Size) -> dict[str, Any]:
     """What a training step adds to the peak resident memory, measured in a fresh process, against a bound."""
-    program = f"from sortrl.bench.growth import report_memory; report_memory({size.width}, {size.depth}, {size.batch})"
+    program = f"from sortrl.experiments.bench.growth import report_memory; report_memory({size.width}, {size.depth}, {size.batch})"
     child = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     if child.returncode != 0:
         raise SortRLError(f"memory: the measuring process failed. {child.stderr.strip().splitlines()[-1:]}")
