@@ -23,7 +23,7 @@ from sortrl.envs import describe, greedy_returns
 from sortrl.nets.architecture import Architecture
 
 if TYPE_CHECKING:
-    from sortrl.attacks.siege import Siege  # Stable-Baselines3 is slow to import
+    from sortrl.attacks.adversary_env import AdversaryEnv  # Stable-Baselines3 is slow to import
 
 FILE_NAME = "adversary.safetensors"
 FORMAT = "sortrl-adversary-1"
@@ -154,15 +154,15 @@ def train_adversary(
     from stable_baselines3 import PPO  # slow to import, and only needed while training
     from stable_baselines3.common.vec_env import VecNormalize
 
-    from sortrl.attacks.siege import Siege
+    from sortrl.attacks.adversary_env import AdversaryEnv
 
     info = describe(env_id)
     plan = _Plan(info.env_id, float(eps), director, inner or Aimed(steps=2, step_share=0.6))
     outputs = info.n_actions if director else info.obs_size
     trials = np.random.default_rng([seed, 5]).integers(2**31, size=TRIALS).tolist()
     with one_thread(), generators_restored():
-        siege = Siege(policy, env_id, eps, SLOTS, seed, outputs, features, plan.strike)
-        env = VecNormalize(siege, gamma=GAMMA, clip_obs=FEATURE_CLIP)
+        victims = AdversaryEnv(policy, env_id, eps, SLOTS, seed, outputs, features, plan.strike)
+        env = VecNormalize(victims, gamma=GAMMA, clip_obs=FEATURE_CLIP)
         model = PPO(
             "MlpPolicy",
             env,
@@ -185,17 +185,17 @@ def train_adversary(
             done, within = divmod(model.num_timesteps, SLOTS * ROLLOUT)
             if within == 0 and (done % max(1, rollouts // JUDGEMENTS) == 0 or done >= rollouts):
                 adversary = plan.adversary(model)
-                score = float(greedy_returns(_Besieged(policy, adversary, siege), env_id, trials).mean())
+                score = float(greedy_returns(_Attacked(policy, adversary, victims), env_id, trials).mean())
                 if score < lowest:
                     best, lowest = adversary, score
-            if within == 0 and progress is not None and siege.finished:
-                progress({"step": model.num_timesteps, "total": steps, "return": float(np.mean(siege.finished))})
+            if within == 0 and progress is not None and victims.finished:
+                progress({"step": model.num_timesteps, "total": steps, "return": float(np.mean(victims.finished))})
             return True
 
         try:
             model.learn(steps, callback=judge)
         finally:
-            siege.close()
+            victims.close()
     if directory is not None:
         best.save(directory)
     return best
@@ -228,16 +228,15 @@ class _Plan:
         )
 
 
-class _Besieged:
-    """The victim as its own environment knows it while the adversary alters what it sees."""
+class _Attacked:
+    """The victim with the adversary on its observations: ``predict`` takes clean ones."""
 
-    def __init__(self, victim: Policy, adversary: Attack, siege: Siege) -> None:
-        self.victim, self.adversary, self.siege = victim, adversary, siege
+    def __init__(self, victim: Policy, adversary: Attack, env: AdversaryEnv) -> None:
+        self.victim, self.adversary, self.env = victim, adversary, env
 
     def predict(self, obs: npt.NDArray[Any]) -> tuple[npt.NDArray[Any], Any]:
-        siege = self.siege
         unit = self.victim.normalize(obs)
-        return self.adversary(self.victim, unit, siege.eps_unit, siege.low, siege.high).action, None
+        return self.adversary(self.victim, unit, self.env.eps_unit, self.env.low, self.env.high).action, None
 
 
 def features(unit: Tensor, scores: Tensor) -> Tensor:
