@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypedDict
 
 import numpy as np
 import numpy.typing as npt
@@ -85,7 +85,27 @@ def _fully_certified(result: EvalResult, eps_unit: float) -> npt.NDArray[np.bool
     return np.array([bool((part > eps_unit).all()) for part in parts])
 
 
-def certificate_summary(clean: EvalResult, eps_unit: float, bins: int = 40) -> dict[str, Any]:
+class Histogram(TypedDict):
+    edges: list[float]
+    counts: list[int]
+
+
+EpisodeRadii = TypedDict("EpisodeRadii", {"seed": int, "return": float, "radii": list[float]})
+
+
+class CertificateSummary(TypedDict):
+    """The ``certificate`` part of results.json: certified shares against eps, radii, and one episode."""
+
+    acr_variant: str
+    eps: list[float]
+    share: list[float]
+    radius_median: float
+    histogram: Histogram
+    episode: EpisodeRadii
+    fully_certified_episodes: float
+
+
+def certificate_summary(clean: EvalResult, eps_unit: float, bins: int = 40) -> CertificateSummary:
     """The ``certificate`` part of results.json, from one clean evaluation."""
     radii = _radii(clean)
     grid = [round(float(e), 6) for e in np.linspace(0.0, 3.0 * eps_unit if eps_unit > 0 else 0.3, 31)]

@@ -224,8 +224,8 @@ def reproduce(
     if what == "reliability":
         from sortrl.cli import main  # the campaigns run commands of all kinds
 
-        found = module.reliability(main, scale, task, out, folder, seconds, progress)
-        print("\n".join(module.reliability_summary(found)))
+        campaigns = module.reliability(main, scale, task, out, folder, seconds, progress)
+        print("\n".join(module.reliability_summary(campaigns)))
     elif what in ("table1", "table3"):
         found = module.atari_table(what, scale, task, out, folder, teachers, progress, agent)
         print("\n".join(module.atari_lines(found)))

@@ -26,7 +26,19 @@ from sortrl.envs.registry import ATARI_STEPS
 from sortrl.envs.registry import STICKY as STICKY_ACTIONS
 from sortrl.evaluate.returns import evaluate
 from sortrl.experiments import quoted
-from sortrl.experiments.cells import CellTable, Found, cell_text, figure, file_name, measured
+from sortrl.experiments.cells import (
+    CellFields,
+    CellTable,
+    Facts,
+    Found,
+    Quoted,
+    TableDocument,
+    WorstFound,
+    cell_text,
+    figure,
+    file_name,
+    measured,
+)
 from sortrl.experiments.figure1 import Scale
 from sortrl.nets import CertifiedPolicy, zoo
 from sortrl.runs.config import Preset, robustify_config
@@ -135,7 +147,7 @@ def atari_table(
     teachers: Path | None = None,
     progress: Callable[[str], None] = print,
     agent: str | None = None,
-) -> dict[str, Any]:
+) -> TableDocument:
     """Compute the cells that are missing, of one game or agent or of all, and write the table of all after each of them."""
     derived = _with_worst if table == "table3" else None
     return CellTable(table, scale, cells(table), work / scale, out, _facts(table, SIZES[scale]), derived).fill(
@@ -235,7 +247,7 @@ def _attack(name: str, values: Teacher, starts: int) -> Attack | None:
     return None if name in ("none", STICKY) else attacks.by_name(name)
 
 
-def _facts(table: Table, size: Size) -> dict[str, Any]:
+def _facts(table: Table, size: Size) -> Facts:
     """What is to be said of all cells of a table."""
     one = table == "table1"
     return {
@@ -253,7 +265,7 @@ def _facts(table: Table, size: Size) -> dict[str, Any]:
     }
 
 
-def _quoted(table: dict[tuple[str, str], quoted.Partial], with_acr: bool) -> list[dict[str, Any]]:
+def _quoted(table: dict[tuple[str, str], quoted.Partial], with_acr: bool) -> list[Quoted]:
     return [
         {
             "game": game,
@@ -266,30 +278,39 @@ def _quoted(table: dict[tuple[str, str], quoted.Partial], with_acr: bool) -> lis
     ]
 
 
-def _with_worst(found: list[Found]) -> Found:
+def _with_worst(found: list[Found]) -> Facts:
     return {"worst": worst(found)}
 
 
-def worst(found: list[Found]) -> list[dict[str, Any]]:
+def worst(found: list[Found]) -> list[WorstFound]:
     """Of each game, agent and eps the attack under which the mean return is lowest, among those computed so far."""
     groups: dict[tuple[str, str, int], list[Found]] = {}
     for entry in found:
         cell = entry["cell"]
         groups.setdefault((cell["game"], cell["agent"], cell["level"]), []).append(entry)
-    rows = []
+    rows: list[WorstFound] = []
     for (game, agent, level), tried in groups.items():
         lowest = min(tried, key=lambda entry: float(entry["mean"]))
-        kept = {key: lowest[key] for key in ("attack", "mean", "sem", "episodes")}
-        rows.append({"game": game, "agent": agent, "level": level, **kept, "attacks_tried": len(tried)})
+        rows.append(
+            {
+                "game": game,
+                "agent": agent,
+                "level": level,
+                "attack": lowest["attack"],
+                "mean": lowest["mean"],
+                "sem": lowest["sem"],
+                "episodes": lowest["episodes"],
+                "attacks_tried": len(tried),
+            }
+        )
     return rows
 
 
-def table_lines(results: dict[str, Any], with_quoted: bool = True) -> list[str]:
+def table_lines(results: TableDocument, with_quoted: bool = True) -> list[str]:
     """The table in Markdown, under a line that says what it shows: measured rows, then those that the paper prints."""
     stronger, levels = "worst" in results, results["levels"]
-    rows: dict[tuple[str, str], dict[int, dict[str, Any]]] = {}
-    for entry in results["worst"] if stronger else results["cells"]:
-        where = entry if stronger else entry["cell"]
+    rows: dict[tuple[str, str], dict[int, Found | WorstFound]] = {}
+    for where, entry in _places(results):
         if where["attack"] == STICKY:
             continue
         rows.setdefault((where["game"], where["agent"]), {})[where["level"]] = entry
@@ -301,7 +322,8 @@ def table_lines(results: dict[str, Any], with_quoted: bool = True) -> list[str]:
             if by_level is None:
                 continue
             texts = [_text(by_level.get(k), results["episodes"], len(results["attacks"])) for k in levels]
-            share = by_level.get(0, {}).get("certified", {}).get("1")
+            clean = by_level.get(0)
+            share = clean["certified"].get("1") if clean is not None and "certified" in clean else None
             texts += [] if stronger else ["" if share is None else f"{math.floor(share * 1e4) / 100:.2f}%"]
             lines.append(f"| {game} | {_bold(agent)} | {' | '.join(texts)} |")
         shown = with_quoted and any(key[0] == game for key in rows)
@@ -310,7 +332,14 @@ def table_lines(results: dict[str, Any], with_quoted: bool = True) -> list[str]:
     return lines
 
 
-def sticky_lines(results: dict[str, Any]) -> list[str]:
+def _places(results: TableDocument) -> list[tuple[CellFields | WorstFound, Found | WorstFound]]:
+    """What a table shows and where: the worst of several attacks, or every cell."""
+    if "worst" in results:
+        return [(entry, entry) for entry in results["worst"]]
+    return [(entry["cell"], entry) for entry in results["cells"]]
+
+
+def sticky_lines(results: TableDocument) -> list[str]:
     """Clean returns, and those when actions are repeated by accident, in Markdown; empty if nobody has played so."""
     clean, sticky = (
         {(e["cell"]["game"], e["cell"]["agent"]): e for e in results["cells"] if e["cell"]["attack"] == attack}
@@ -329,7 +358,7 @@ def _bold(agent: str) -> str:
     return f"**{agent}**" if agent in OURS else agent
 
 
-def _caption(results: dict[str, Any]) -> str:
+def _caption(results: TableDocument) -> str:
     episodes = f"{results['episodes']} episodes per cell, fewer where it is said"
     if results["starts"] is None:
         return f"Mean return ± standard error under PGD-10, {results['episodes']} episodes per cell."
@@ -340,7 +369,7 @@ def _caption(results: dict[str, Any]) -> str:
     )
 
 
-def _text(entry: dict[str, Any] | None, episodes: int, attacks_wanted: int) -> str:
+def _text(entry: Found | WorstFound | None, episodes: int, attacks_wanted: int) -> str:
     """A cell; of the worst of several attacks also its name, and how many were tried where some are missing."""
     text = cell_text(entry, episodes)
     if entry is None or "attacks_tried" not in entry:
@@ -349,7 +378,7 @@ def _text(entry: dict[str, Any] | None, episodes: int, attacks_wanted: int) -> s
     return f"{text} ({entry['attack']}{'' if tried == attacks_wanted else f'; {tried} of {attacks_wanted} attacks'})"
 
 
-def _quoted_line(row: dict[str, Any], levels: list[int], stronger: bool) -> str:
+def _quoted_line(row: Quoted, levels: list[int], stronger: bool) -> str:
     printed = dict(zip(row["levels"], row["figures"], strict=True))
     texts = ["" if printed.get(k) is None else figure(*printed[k]) for k in levels]
     texts += [] if stronger else ["" if row["acr_percent"] is None else f"{row['acr_percent']:.2f}%"]

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -255,7 +255,8 @@ def _under_suites(unit: Unit, plan: Plan, student: Policy, teacher: Policy, fold
     for name, members in (("PGD-10", {"PGD-10"}), ("paper", {*suite("paper", teacher)}), ("full", None)):
         part = [row for row in full.rows if members is None or row["attack"] in {*members, "none"}]
         worst[name] = replace(full, rows=tuple(part)).to_json()["worst"]
-    rows = [{key: row[key] for key in SUITE_COLUMNS} for row in full.rows]
+    every: tuple[Mapping[str, object], ...] = full.rows
+    rows = [{key: row[key] for key in SUITE_COLUMNS} for row in every]
     return {"rows": rows, "worst": worst}
 
 

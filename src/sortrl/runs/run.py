@@ -10,14 +10,15 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 from sortrl import attacks, nets
 from sortrl.certify import certificate_summary
+from sortrl.certify.shares import CertificateSummary
 from sortrl.core.errors import SortRLError
 from sortrl.core.files import locked, read_json, read_object, remove_leftovers, write_json
 from sortrl.core.identity import Identity, differences, fingerprint, named, plain
-from sortrl.core.records import Policy, stored_rows
+from sortrl.core.records import EvalRow, Policy, stored_rows
 from sortrl.envs import describe
 from sortrl.evaluate import provenance
 from sortrl.evaluate.returns import evaluate_curve
@@ -124,10 +125,34 @@ def _now() -> str:
     return datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
+class RunResults(TypedDict):
+    """results.json of a run; :mod:`sortrl.report.model` validates what it reads of it."""
+
+    schema: int
+    kind: str
+    sortrl: str
+    command: str
+    seed: int
+    started: str | None
+    stage_seconds: dict[str, float]
+    versions: dict[str, str]
+    machine: dict[str, Any]
+    env: dict[str, Any]
+    teacher: dict[str, Any]
+    config: dict[str, Any]
+    data: dict[str, Any] | None
+    memory: dict[str, Any] | None
+    policy: dict[str, Any]
+    student: dict[str, str]
+    training: list[dict[str, Any]] | None
+    evaluation: list[EvalRow]
+    certificate: CertificateSummary
+
+
 class Run(Stages):
     """The stages of a run and, behind the policy, what is measured of it."""
 
-    def evaluation(self, policies: dict[str, Policy]) -> list[dict[str, Any]]:
+    def evaluation(self, policies: dict[str, Policy]) -> list[EvalRow]:
         """Returns of each policy along ``eps_grid``, kept curve by curve; the clean student also gives the certificate."""
         path = self.directory / "evaluation.json"
         attack = attacks.by_name(self.config.attack)
@@ -166,7 +191,7 @@ class Run(Stages):
             write_json(path, rows)
         return rows
 
-    def strongest(self, policy: CertifiedPolicy, teacher: Teacher) -> list[dict[str, Any]]:
+    def strongest(self, policy: CertifiedPolicy, teacher: Teacher) -> list[EvalRow]:
         """Returns of both at the eps that was trained for, under attacks of other kinds: one that fails proves nothing."""
         if not self.config.suite or self.config.eps == 0:
             return []
@@ -186,12 +211,12 @@ class Run(Stages):
             )
         return [row for row in result.rows if row["eps"] > 0]
 
-    def results(self, policy: CertifiedPolicy, teacher: Teacher, source: str, command: str) -> dict[str, Any]:
+    def results(self, policy: CertifiedPolicy, teacher: Teacher, source: str, command: str) -> RunResults:
         """Evaluate what is not evaluated yet and write results.json, from which alone the report is made."""
         evaluation = self.evaluation({"teacher": teacher, "student": policy}) + self.strongest(policy, teacher)
         info, training = describe(self.env_id), read_object(self.directory / "training.json")
         units = info.raw_units(policy.normalizer.scale.numpy())
-        results = {
+        results: RunResults = {
             "schema": 1,
             "kind": "robustify",
             "sortrl": provenance.sortrl_version(),
