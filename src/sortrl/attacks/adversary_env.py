@@ -21,13 +21,13 @@ from sortrl.attacks.valid import valid_range
 from sortrl.core.records import Policy
 from sortrl.envs import EnvSlots
 
-LARGEST_OUTPUT = 100.0  # Stable-Baselines3 wants bounded actions; no network comes near
+LARGEST_OUTPUT = 100.0  # Stable-Baselines3 needs a bounded action space; far above any output in practice
 
 
 class AdversaryEnv(VecEnv):
-    """Episodes of a victim whose observations the learner perturbs, side by side; the victim is asked in batches.
+    """Vectorised environment of the learned adversary: it perturbs the observations of a fixed victim policy.
 
-    The learner observes ``features(unit, scores)`` of each state; ``strike(outputs)`` makes its outputs an attack; its
+    The adversary observes ``features(unit, scores)`` of each state; ``strike(outputs)`` turns its outputs into an attack; its
     reward is minus the environment's. ``finished`` holds the victim's latest returns.
     """
 
@@ -92,7 +92,7 @@ class AdversaryEnv(VecEnv):
     def close(self) -> None:
         self.envs.close()
 
-    # The rest of the interface, which a learner without wrappers and without rendering asks for but does not use.
+    # The rest of the VecEnv interface, which PPO requires but does not call here.
     def get_attr(self, attr_name: str, indices: Any = None) -> list[Any]:
         return [getattr(self, attr_name, None)] * self.num_envs
 

@@ -23,11 +23,11 @@ SUITES: tuple[SuiteName, ...] = get_args(SuiteName)
 
 @dataclass(frozen=True)
 class Ensemble(Attack):
-    """Runs ``members`` in order, best from cheap to dear, each on the states that none before it has broken.
+    """Runs ``members`` in order (cheap ones first), each on the states that no earlier member has broken.
 
     It breaks every state that some member breaks alone: member i draws from a generator of its own, the i-th of
-    :meth:`generators`, and what it does to one state does not depend on the others. (For a policy whose scores of a
-    state change in the last bit with the size of the batch, as matrix products do, up to that.)
+    :meth:`generators`, and what it does to one state does not depend on the others. (Exact up to the last bit
+    of the scores, which may depend on the batch size.)
     """
 
     members: tuple[Attack, ...]
@@ -74,8 +74,8 @@ def suite(name: str, teacher: Policy | None = None) -> dict[str, Attack]:
     """The attacks of a suite by their names. Without ``teacher``, those that need one are left out.
 
     ``quick`` takes seconds; ``paper`` are those that SortRL and BCL report; ``auto`` is the ensemble and each of its members;
-    ``full`` is all of these, the noises and what aims at values. (:func:`sortrl.evaluate.suite.evaluate_suite` adds to ``full`` what
-    depends on time or must be trained.)
+    ``full`` is all of these, noise, and attacks on action values. (:func:`sortrl.evaluate.suite.evaluate_suite` adds timed attacks
+    and a learned adversary to ``full``.)
 
     >>> list(suite("paper"))
     ['PGD-10', 'PGD-30', 'FGSM', 'RI-FGSM', 'RI-FGSM-Multi']
@@ -106,7 +106,7 @@ def suite(name: str, teacher: Policy | None = None) -> dict[str, Attack]:
 
 
 def is_black_box(policy: object) -> bool:
-    """Whether only answers of the policy are to be had, no gradients."""
+    """Whether the policy gives only actions, no gradients."""
     return not isinstance(policy, Policy) or getattr(policy, "algorithm", None) == "callable"
 
 

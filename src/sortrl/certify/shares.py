@@ -1,4 +1,4 @@
-"""What radii say together: certified share against eps (ACR), their distribution, whole episodes."""
+"""Statistics of radii: certified share against eps (ACR), histogram, episodes that are certified throughout."""
 
 from __future__ import annotations
 
@@ -74,13 +74,13 @@ def fully_certified_episodes(result: EvalResult, eps_unit: float) -> float:
 
 
 def proven_mean(result: EvalResult, eps_unit: float, least_return: float) -> float:
-    """What the mean return is at least, under any attack at eps: an episode with a step that is not certified counts as the
-    worst there is. For tasks in which nothing is random but the start."""
+    """Lower bound on the mean return under any attack at eps: an episode with an uncertified step counts as the smallest
+    possible return. For tasks that are deterministic after the start."""
     return float(np.where(_fully_certified(result, eps_unit), result.returns, least_return).mean())
 
 
 def _fully_certified(result: EvalResult, eps_unit: float) -> npt.NDArray[np.bool_]:
-    """One truth per episode."""
+    """Per episode (episodes,): whether every step is certified."""
     parts = np.split(_radii(result), np.cumsum(result.lengths)[:-1])
     return np.array([bool((part > eps_unit).all()) for part in parts])
 

@@ -1,4 +1,4 @@
-"""A suite of attacks on a student and its teacher: every attack at every eps, and the worst of them, which is what counts."""
+"""A suite of attacks on a student and its teacher: every attack at every eps, and the worst of them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from sortrl.evaluate import provenance
 from sortrl.evaluate.returns import evaluate
 
 SCHEMA = 1
-LEARNED, LEARNED_LABEL = "learned", "learned adversary"  # what a list of attacks calls it, and what tables do
+LEARNED, LEARNED_LABEL = "learned", "learned adversary"  # its name in a list of attacks, and in tables
 ADVERSARY_STEPS = 200_000
 
 
@@ -60,7 +60,7 @@ class SuiteDocument(TypedDict):
 
 @dataclass(frozen=True)
 class Entry:
-    """One line of a suite: an attack, when it strikes, or an adversary that is trained for each agent and eps (None)."""
+    """One attack of a suite and its timing; ``attack`` None is an adversary that is trained for each agent and eps."""
 
     attack: Attack | None
     when: Timing | None = None
@@ -72,9 +72,9 @@ class Entry:
 
 @dataclass(frozen=True)
 class SuiteResult:
-    """What every attack did to every agent at every eps: rows of :meth:`sortrl.core.records.EvalResult.to_json`, with names.
+    """Results of every attack on every agent at every eps: rows of :meth:`sortrl.core.records.EvalResult.to_json`, with names.
 
-    ``skipped`` says which attacks an agent was spared and why.
+    ``skipped`` lists attacks that were not run on an agent, and why.
     """
 
     env_id: str
@@ -146,9 +146,9 @@ def evaluate_suite(
 
     ``chosen`` is the name of a suite or a list of attacks as :func:`sortrl.attacks.by_name` reads them, and
     "learned" for an adversary that is trained against each agent. ``path`` is where the
-    result is written, point by point: the same call goes on where it was stopped. An agent without gradients meets only
-    the attacks that need none, and ``skipped`` says so. ``play`` leaves out an agent whose rows are known already; attacks on
-    the student may still go by way of the teacher. A file of other agents, episodes or seeds is refused or, with ``again``, replaced.
+    result is written, point by point: the same call continues where it was stopped. An agent without gradients is attacked
+    only by attacks that need none (see ``skipped``). ``play`` leaves out an agent whose rows are known already; attacks on
+    the student may still use the teacher's gradients. A file of other agents, episodes or seeds is refused or, with ``again``, replaced.
     """
     if not eps_units or not all(0 < eps < float("inf") for eps in eps_units):
         raise SortRLError(f"evaluate_suite: eps {list(eps_units)}, expected one or more finite numbers > 0.")
@@ -217,7 +217,7 @@ def _cost(row: EvalRow | None) -> str:
 
 
 def entries(chosen: str | Sequence[str], teacher: Policy | None, env_id: str, policy: Policy) -> dict[str, Entry]:
-    """What a suite consists of, by name."""
+    """The attacks of a suite, by name."""
     if not isinstance(chosen, str):
         if not chosen:
             raise SortRLError("evaluate_suite: no attacks named; name a suite, or at least one attack.")
@@ -257,7 +257,7 @@ def why_not(policy: Policy, entry: Entry) -> str | None:
 
 
 def _spared(agents: Mapping[str, Policy], attacks: Mapping[str, Entry]) -> tuple[Skipped, ...]:
-    """What is not run, agent by agent and reason by reason."""
+    """The attacks that are not run, grouped by agent and reason."""
     spared: dict[tuple[str, str], list[str]] = {}
     for agent, policy in agents.items():
         for label, entry in attacks.items():
@@ -288,7 +288,7 @@ def _adversary(
 def _identity(
     env_id: str, episodes: int, seed: int, agents: Mapping[str, Policy], adversary_steps: int
 ) -> dict[str, Any]:
-    """What rows of an earlier call must have in common with this one to be taken over."""
+    """Settings that must be equal for stored rows to be reused."""
     return {
         "env_id": env_id,
         "episodes": episodes,
@@ -299,7 +299,7 @@ def _identity(
 
 
 class _File:
-    """The result on disk, if it is to be kept: rows that are there need not be played again."""
+    """The result file (if a path is given): rows that it has are not computed again."""
 
     def __init__(self, path: Path | None, identity: dict[str, Any], again: bool = False) -> None:
         self.path = path

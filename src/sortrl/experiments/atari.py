@@ -1,9 +1,9 @@
-"""Tables 1 and 3: returns on four Atari games, of our students, of their teacher, and of the teacher behind rounded pixels.
+"""Tables 1 and 3: returns on four Atari games, of our students, of their teacher, and of the teacher on quantised pixels.
 
 The protocol is that of the literature ("84"; see :mod:`sortrl.envs.atari`): test environments with raw rewards and all lives, 20
 greedy episodes with the seeds 0 to 19, at most 10,000 steps each, mean and standard error over episodes. Table 1 has PGD-10.
 Table 3 has larger eps and reports the worst of four attacks; each of them is a cell of its own. Beside table 1, the clean
-return when actions are repeated by accident tells skill from memory: the 20 episodes are the same for everybody.
+return with sticky actions tells skill from memorised episodes: the 20 episodes are the same for all agents.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ OURS: dict[str, Preset] = {
     MEMORY: "memory",
 }  # students, and the presets that make them
 AGENTS = (*OURS, TEACHER, QUANTIZED)
-STICKY = "sticky"  # in place of an attack: nobody attacks, but actions are repeated by accident
+STICKY = "sticky"  # in place of an attack: clean play with sticky actions
 
 SEED = 0  # episodes 0 to 19
 LEVELS = (0, 1, 3, 5)
@@ -79,15 +79,15 @@ class Size:
 
     episodes: int
     stronger_episodes: int
-    """Of our students in table 3; they are attacked where they are not certified, and that is in few states."""
+    """Episodes of our students in table 3; they are attacked only in uncertified states, of which there are few."""
     stronger_others: int
-    """Of the other agents there, on which those attacks cost up to a hundred times as much as play."""
+    """Episodes of the other agents in table 3, where those attacks cost up to a hundred times as much as clean play."""
     starts: int
     """Random starts of its two -Multi attacks per state; a thousand take a student about 3 seconds on one core."""
 
 
 SIZES: dict[str, Size] = {"smoke": Size(1, 1, 1, 2), "cpu": Size(20, 20, 5, 10), "paper": Size(20, 20, 20, 1000)}
-# They learn nothing: two episodes at least, one of which is held out; or enough of them to meet a start again.
+# Too small to learn anything: at least two episodes, one of which is held out; or enough that a start state recurs.
 SMOKE_STUDENTS: dict[str, dict[str, Any]] = {
     STUDENT: {"steps": 5, "batch": 16, "dagger_rounds": 0, "collect": CollectConfig(states=5000)},
     ROUNDED: {"steps": 5, "batch": 16, "dagger_rounds": 0, "collect": CollectConfig(states=5000)},
@@ -119,7 +119,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Player:
-    """An agent of a table, and the teacher it goes back to, whose values tell bad actions from good ones."""
+    """An agent of a table, and the teacher it was made from, whose action values targeted attacks use."""
 
     policy: Teacher | CertifiedPolicy
     teacher: Teacher
@@ -248,7 +248,7 @@ def _attack(name: str, values: Teacher, starts: int) -> Attack | None:
 
 
 def _facts(table: Table, size: Size) -> Facts:
-    """What is to be said of all cells of a table."""
+    """Protocol, attacks and quoted figures of a table."""
     one = table == "table1"
     return {
         "attacks": ["pgd-10"] if one else list(STRONGER),
@@ -340,7 +340,7 @@ def _places(results: TableDocument) -> list[tuple[CellFields | WorstFound, Found
 
 
 def sticky_lines(results: TableDocument) -> list[str]:
-    """Clean returns, and those when actions are repeated by accident, in Markdown; empty if nobody has played so."""
+    """Clean returns without and with sticky actions, in Markdown; empty if none was measured."""
     clean, sticky = (
         {(e["cell"]["game"], e["cell"]["agent"]): e for e in results["cells"] if e["cell"]["attack"] == attack}
         for attack in ("none", STICKY)

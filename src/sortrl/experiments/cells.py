@@ -1,8 +1,8 @@
 """Tables made cell by cell: every cell is kept in a file of its own, and the table is written anew after each of them.
 
 A stopped reproduction therefore continues where it was, and what is there so far can be read at any time. Cells that stand in
-the table already are not computed again either, on whatever machine that was. Each names the agents it goes back to by their
-weights, so that a table never mixes two students of one game.
+the table already are not computed again either, even if another machine computed them. Each cell has the fingerprints of
+its agents' weights, so that a table never mixes two students of one game.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Quoted(TypedDict, total=False):
 
 
 class Facts(TypedDict, total=False):
-    """What is said of all cells of a table; which of it depends on the table."""
+    """Facts that hold for all cells of a table; which keys there are depends on the table."""
 
     protocol: str
     attack: str
@@ -126,9 +126,9 @@ class CellTable(Generic[C]):
     folder: Path
     out: Path
     facts: Facts
-    """What is to be said of all cells: protocol, attacks, figures quoted."""
+    """Facts of all cells: protocol, attacks, figures quoted."""
     derived: Callable[[list[Found]], Facts] | None = None
-    """What follows from the cells that are there."""
+    """Computed from the cells so far, for example the worst attack."""
 
     @property
     def path(self) -> Path:

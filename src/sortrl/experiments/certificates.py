@@ -1,4 +1,4 @@
-"""How tight certificates are: per task, the share of states that each rung of the ladder certifies, against eps.
+"""How tight certificates are: per task, the share of states that each bound on the radius certifies, against eps.
 
 margin <= intervals <= complete search <= smallest attack; the same states, the same valid range. Written to
 certificates.json and drawn as certificates.png.
@@ -100,7 +100,7 @@ def study(
     images: Mapping[str, CertifiedPolicy] | None = None,
     progress: Callable[[str], None] = print,
 ) -> dict[str, Any]:
-    """Climb the ladder for each task (environment id -> policy or its directory); write certificates.json and .png.
+    """Compute all bounds for each task (environment id -> policy or its directory); write certificates.json and .png.
 
     ``images`` are tasks of too many dimensions for the complete search: there the gain of the valid range is measured.
     """
@@ -162,7 +162,7 @@ def climb(
     tolerance: float,
     boxes_per_state: int,
 ) -> dict[str, Any]:
-    """Everything about one task, on some of the states that were visited."""
+    """All bounds and statistics of one task, on a sample of the visited states."""
     info = describe(env_id)
     low, high = valid_range(policy, info)
     visited = torch.cat(played)
@@ -190,7 +190,7 @@ def climb(
 def clipping(
     policy: CertifiedPolicy, env_id: str, played: list[Tensor], states: int, attack: Attack, reach: float
 ) -> dict[str, Any]:
-    """What the valid range of pixels adds: black cannot get darker, so half of many a box is empty."""
+    """Gain from clipping to the valid range of pixels: a black pixel can only get brighter."""
     low, high = valid_range(policy, describe(env_id))
     visited = torch.unique(torch.cat(played), dim=0)
     unit = visited[torch.linspace(0, len(visited) - 1, min(states, len(visited))).long()]
@@ -284,7 +284,7 @@ def _rounding(policy: SortPolicy, unit: Tensor) -> dict[str, float]:
 
 
 def summary(task: dict[str, Any]) -> str:
-    """One line: how much of the distance to the nearest counter-example each rung certifies."""
+    """One line: share of the distance to the nearest counter-example that each bound certifies."""
     rungs = task["ladder"]
     shares = {name: rungs[f"{name}_of_upper"]["median"] for name in ("margin", "interval", "exact_lower")}
     parts = ", ".join(f"{name.split('_')[0]} {share:.3f}" for name, share in shares.items())

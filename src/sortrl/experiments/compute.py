@@ -1,7 +1,7 @@
-"""Return against compute: what a student that remembers gains from more tries of its teacher.
+"""Return against compute: how the nearest-neighbour (memory) student improves with more teacher episodes.
 
-All of its cost is playing: states are tries, and tries are hours. Each point takes the first part of what the student of tables 2
-and 4 was made of, makes a student of that alone and plays the 200 training levels.
+Nearly all of its cost is playing episodes. Each point takes the first part of the data of the student of tables 2 and 4, makes
+a student of that part and plays the 200 training levels.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def compute(
 
 @dataclass(frozen=True)
 class _Source:
-    """What the student of the tables was made of, and how."""
+    """Teacher and data of the student of the tables, and the function that makes a student of episodes."""
 
     teacher: Teacher
     data: Demonstrations

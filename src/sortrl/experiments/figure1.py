@@ -5,8 +5,8 @@ eps in their own input units (raw for CartPole and LunarLander, normalised for A
 "normalised": teachers with observation normalisation, eps in standard deviations.
 
 The work is cut into units (protocol, task, agent, seed, adversary), each kept in a file of its own: a stopped reproduction
-continues, and a finished one is only drawn again. Units that stand in the figure already, on whatever machine they were computed,
-are kept as well, as long as their settings are today's.
+continues, and a finished one is only drawn again. Units that stand in the figure already, even from another machine,
+are kept as well, as long as their settings are the current ones.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ SETTINGS: dict[tuple[str, str], dict[str, Any]] = {
         "dagger_rounds": 1,
         "start_radius": 0.3,
         "candidates": 4,
-        "choose_eps": (0.1,),  # where it is nearest to what is asked of it
+        "choose_eps": (0.1,),  # the eps at which its return is closest to the target
         "choose_episodes": 200,
     },
     ("paper", "MountainCar-v0"): {
@@ -84,9 +84,9 @@ SETTINGS: dict[tuple[str, str], dict[str, Any]] = {
         "dagger_eps": 0.15,
         "harden": HardenConfig(eps=0.2),
         "candidates": 3,
-        "choose_episodes": 200,  # not attacked: what is gained under attack is paid for with clean return
+        "choose_episodes": 200,  # chosen by clean return: choosing by attacked return lowers it
     },
-    # A steady teacher wants to be followed closely: neither averaged nor given up for wider margins.
+    # A low-sensitivity teacher is followed closely: no label smoothing, and full weight of the cross-entropy to the end.
     ("normalised", "CartPole-v1"): {
         "eps": 0.1,
         "smoothing": 0.0,
@@ -96,7 +96,7 @@ SETTINGS: dict[tuple[str, str], dict[str, Any]] = {
     },
 }
 
-# The recipe as printed is trained for the eps of ours, but for those whose own has moved since with their teacher.
+# The recipe as printed is trained for the same eps as ours, except where ours was changed later.
 PRINTED_EPS = {"LunarLander-v3": 0.03}
 
 
@@ -114,13 +114,13 @@ class Plan:
     paper_eps_grid: tuple[float, ...]
     suite_episodes: int
     suite_eps_grid: tuple[float, ...]
-    """Where the expert and the first student also meet every attack there is."""
+    """eps at which the expert and the first student are also evaluated under all attacks."""
     suite_protocols: tuple[str, ...] = PROTOCOLS
     adversary_steps: int = 200_000
-    """Environment steps in which an adversary learns against each of them."""
+    """Training steps of the learned adversary against each of them."""
     changes: tuple[tuple[str, Any], ...] = ()
     suite: str | tuple[str, ...] = "full"
-    """The attacks in question."""
+    """The attack suite, or names of attacks."""
 
 
 COARSE = (0.0, 0.06, 0.1, 0.2)
@@ -161,7 +161,7 @@ STYLES = {
 
 @dataclass(frozen=True)
 class Unit:
-    """One agent and what it meets: PGD-10 along the whole curve, or every attack there is (its expert too) at some points."""
+    """One agent and its evaluation: PGD-10 at every eps, or the whole attack suite (on its expert too) at some eps."""
 
     protocol: str
     task: str
@@ -208,7 +208,7 @@ def agent_of(unit: Unit, plan: Plan, work: Path, folder: Path, published: Path |
 
 
 def _shared(unit: Unit, folder: Path) -> Path:
-    """Where students of all seeds find what was made of their expert."""
+    """Folder of what depends on the expert only, shared by the students of all seeds."""
     return folder / "teachers" / f"{unit.protocol}-{unit.task}-{unit.agent}"
 
 
@@ -234,7 +234,7 @@ def compute(unit: Unit, plan: Plan, work: Path, folder: Path, published: Path | 
 def _under_suites(unit: Unit, plan: Plan, student: Policy, teacher: Policy, folder: Path) -> dict[str, Any]:
     """The worst of all attacks, and of those that the paper and its rivals report, on student and expert.
 
-    Another student of the same expert leaves what is known of the expert as it is.
+    Rows of the expert are reused for other students of the same expert.
     """
     path, known = folder / "suites" / f"{unit.name}.json", _known_expert(unit, folder)
     expert_rows = read_json(known) if known.exists() else []
@@ -280,7 +280,7 @@ def fig1(
     def missing() -> list[Unit]:
         return [unit for unit in wanted if task in (None, unit.task) and not (folder / f"{unit.name}.json").exists()]
 
-    # Experts are made here: a worker that waits for another to make one does nothing else.
+    # Experts are trained here, so that no worker process waits for another to train one.
     for protocol, name in dict.fromkeys((unit.protocol, unit.task) for unit in missing()):
         teacher = expert(protocol, name, work, published)
         _drop_others(wanted, protocol, name, fingerprint(teacher), published is not None, folder)
@@ -317,7 +317,7 @@ def earlier_units(path: Path, scale: str) -> list[dict[str, Any]]:
 
 
 def is_current(stored: dict[str, Any] | None, config: RobustifyConfig | None) -> bool:
-    """Whether settings as a unit has them in its file are those of today.
+    """Whether the stored settings of a unit equal the current ones.
 
     >>> from sortrl.runs.config import robustify_config
     >>> from sortrl.core.identity import plain

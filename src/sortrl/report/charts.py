@@ -16,7 +16,7 @@ Floats = tuple[float, ...]
 
 @dataclass(frozen=True)
 class Axis:
-    """A range, its ticks (value, text) and what it measures. Logarithmic data come with their logarithm taken."""
+    """A range, its ticks (value, text) and what it measures. Logarithmic axes get log-transformed data."""
 
     label: str
     low: float
@@ -85,7 +85,7 @@ class Panel:
 
 @dataclass(frozen=True)
 class Chart:
-    """Panels from top to bottom. ``caption`` says how to read it, ``summary`` what it shows to who cannot see it."""
+    """Panels from top to bottom. ``caption`` says how to read it, ``summary`` is the text alternative for screen readers."""
 
     key: str
     title: str

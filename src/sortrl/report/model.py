@@ -16,7 +16,7 @@ INFINITE_P = 1e9  # how results.json, which has no infinity, writes p = infinity
 ROUNDED = "rounded"  # the kind of students without sort layers
 Settings = tuple[tuple[str, str], ...]
 _MISSING = object()
-LARGEST = 1e15  # no quantity of a run comes near; what is larger is damage
+LARGEST = 1e15  # far above any quantity of a run; larger numbers mean a damaged file
 _DEEPEST = 6  # levels of nested settings that are shown
 
 
@@ -74,7 +74,7 @@ class Certified:
 
 @dataclass(frozen=True)
 class Student:
-    """``network`` says what the policy is made of, ``proof`` why its radii hold; both are its own words."""
+    """``network`` (what the policy is made of) and ``proof`` (why its radii hold) come from ``CertifiedPolicy.explain``."""
 
     parameters: int
     network: str
@@ -288,7 +288,7 @@ def _data(part: Reader) -> Data:
 
 
 def _stage_seconds(part: Reader) -> tuple[tuple[str, float], ...]:
-    """The stages that ran: a teacher that was loaded took no time worth telling, and may be null."""
+    """Seconds of the stages that ran; null (a loaded teacher) is left out."""
     names = [name for name, _ in part.flat()]
     return tuple((name, part.number(name, 0.0)) for name in names if part.has(name))
 

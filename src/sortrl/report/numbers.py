@@ -1,4 +1,4 @@
-"""Numbers as a reader wants them. Radii and shares are rounded down: the text never promises more than the proof."""
+"""Formatting of numbers. Radii and shares are rounded down, so that the text never claims more than is proven."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def seconds(value: float) -> str:
 
 
 def fixed(value: float, places: int) -> str:
-    """A number of a column, in which all have as many decimals.
+    """A number with a fixed number of decimals, for a table column.
 
     >>> fixed(500.0, 1), fixed(-0.04, 1)
     ('500.0', '−0.0')

@@ -104,7 +104,7 @@ def _unbroken(text: str) -> Markup:
 
 
 def _tiles(run: Run) -> list[tuple[str, str, str]]:
-    """Name, value and note of each figure that stands first."""
+    """Name, value and note of the key figures at the top of the page."""
     clean, attacked, median = run.clean("student"), run.attacked("student"), run.certified.radius_median
     tiles = [(f"certified at ε = {short(run.eps)}", percent(run.certified_at_eps), "of the visited states")]
     if clean is not None:

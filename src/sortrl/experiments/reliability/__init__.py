@@ -1,5 +1,5 @@
-"""Campaigns that try to break the package: damaged files, kills at random moments, attacks on what is certified, many threads and
-processes at once."""
+"""Reliability campaigns: fuzzed files, kills at random moments, attacks on certified decisions, and a soak test with many threads
+and processes."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def _made_by() -> dict[str, Any]:
 
 
 def summary(results: dict[str, Any]) -> list[str]:
-    """What was found, in a few lines."""
+    """The results in a few lines, for the terminal."""
     lines = []
     if "fuzz" in results:
         found = results["fuzz"]
