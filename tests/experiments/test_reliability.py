@@ -480,7 +480,8 @@ socket.socket.connect = socket.socket.connect_ex = socket.create_connection = so
 import torch; torch.set_num_threads(1)
 from pathlib import Path
 import sortrl
-from sortrl import cli, zoo
+from sortrl import cli
+from sortrl.nets import zoo
 from sortrl.experiments.reliability.tiny import tiny_run
 tiny_run(Path(sys.argv[1]))
 cli.main(["certify", sys.argv[1], "--episodes", "1", "--return-episodes", "1", "--budget", "10", "--attack", "none"])
