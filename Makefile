@@ -6,6 +6,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 
 # Threads that sleep while they wait: spinning ones slow each other down on few cores.
 export OMP_WAIT_POLICY ?= PASSIVE
+TEST_PROCESSES ?= 2
 
 .PHONY: help setup demo test test-slow check format bench docs sanitize clean
 
@@ -25,7 +26,7 @@ demo: setup  ## the main job, end to end, on CartPole-v1
 	$(BIN)/sortrl robustify CartPole-v1 --out runs/demo
 
 test: setup  ## the tests, docstring examples included
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist worksteal
 
 test-slow: setup  ## the tests that take longer
 	$(BIN)/python -m pytest -m slow

@@ -9,6 +9,8 @@ import pytest
 
 # Two OpenMP runtimes spinning on few cores slow every test down; sleeping waits cost nothing here.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # the processes share the cores already
 
 
 @pytest.fixture(scope="session")

@@ -12,8 +12,7 @@ import torch
 
 import sortrl
 from sortrl import attacks
-from sortrl.baselines.memory.boxes import Range, cover
-from sortrl.baselines.memory.compact import compact
+from sortrl.baselines.memory.compact import Range, compact, cover
 from sortrl.baselines.memory.remember import best_episodes, remember
 from sortrl.certify import save_certificates
 from sortrl.core.errors import SortRLError

@@ -12,7 +12,7 @@ import torch
 from sortrl.certify import exact_radius, interval_radius, ladder
 from sortrl.core.errors import SortRLError
 from sortrl.core.files import read_json
-from sortrl.experiments.certificate_study import run
+from sortrl.experiments.certificates import study
 from sortrl.nets import SortPolicy
 
 
@@ -170,7 +170,7 @@ def test_a_planted_unsound_certificate_is_caught():
 def test_the_report_has_nested_curves_and_is_reproducible(tmp_path):
     policy = build(0, 4, actions=2, width=12, depth=2)
     options = {"states": 12, "episodes": 2, "boxes_per_state": 100, "progress": lambda line: None}
-    results = run({"CartPole-v1": policy}, tmp_path, **options)
+    results = study({"CartPole-v1": policy}, tmp_path, **options)
     task = results["tasks"]["CartPole-v1"]
     assert read_json(tmp_path / "certificates.json")["tasks"]["CartPole-v1"]["ladder"] == task["ladder"]
     assert (tmp_path / "certificates.png").read_bytes()[:4] == b"\x89PNG"
@@ -183,7 +183,7 @@ def test_the_report_has_nested_curves_and_is_reproducible(tmp_path):
     assert task["acr"]["sa-dqn"] >= task["acr"]["margin"]
     assert task["rounding"]["bound_of_error_least"] >= 1.0
     assert list(task["one_sensor"]) == ["cart position", "cart velocity", "pole angle", "pole angular velocity"]
-    again = run({"CartPole-v1": policy}, tmp_path / "again", **options)
+    again = study({"CartPole-v1": policy}, tmp_path / "again", **options)
     assert again["tasks"]["CartPole-v1"]["ladder"] == task["ladder"]
 
 

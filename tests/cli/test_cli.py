@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 
 import sortrl
 from helpers import balancer
-from sortrl import cli
+from sortrl import attacks, cli
 from sortrl.data.collect import CollectConfig
 
 
@@ -58,6 +59,12 @@ def test_every_command_explains_itself(capsys, command):
     assert stop.value.code == 0
     out = capsys.readouterr().out
     assert cli.COMMANDS[command].__doc__.splitlines()[0].split(",")[0][:40] in out
+
+
+def test_the_help_of_evaluate_names_every_attack_of_the_registry(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["evaluate", "--help"])
+    assert set(attacks.names()) <= set(re.findall(r"[a-z0-9-]+", capsys.readouterr().out))
 
 
 def test_evaluate_shows_student_and_teacher(capsys, run, tmp_path):
@@ -126,9 +133,7 @@ def test_mistakes_give_one_clear_line(capsys, run, arguments, message):
 
 
 def test_importing_prints_nothing_and_stays_light():
-    code = (
-        "import sys, sortrl.errors; print(sorted(m for m in ('tensorboard', 'matplotlib.pyplot') if m in sys.modules))"
-    )
+    code = "import sys, sortrl.core.errors; print(sorted(m for m in ('tensorboard', 'matplotlib.pyplot') if m in sys.modules))"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout.strip() == "[]"
     assert run.stderr == ""

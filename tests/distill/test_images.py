@@ -13,7 +13,7 @@ import torch
 import sortrl
 from sortrl.attacks import PGD
 from sortrl.certify import certified_levels, save_certificates
-from sortrl.experiments.certificate_study import clean_episodes, clipping
+from sortrl.experiments.certificates import clean_episodes, clipping
 from sortrl.runs.run import read_run
 from sortrl.teachers.config import PQN_TEACHERS
 from sortrl.verify import verify

@@ -232,27 +232,27 @@ def test_a_training_log_without_returns_cannot_be_published():
 READING_MODULES = {
     "attacks/learned.py",
     "certify/files.py",
-    "checkpoint.py",
     "cli/making.py",
     "cli/showing.py",
-    "datasets.py",
-    "imitate.py",
-    "nets/certified.py",
-    "pipeline.py",
-    "publish.py",
+    "core/checkpoint.py",
+    "data/dataset.py",
+    "evaluate/suite.py",
+    "nets/base.py",
+    "nets/zoo.py",
     "report/page.py",
-    "stages.py",
-    "suite.py",
-    "teachers/archives.py",
-    "teachers/impala.py",
-    "teachers/normalization.py",
-    "teachers/sb3.py",
+    "runs/imitate.py",
+    "runs/robustify.py",
+    "runs/run.py",
+    "runs/zoo.py",
+    "teachers/load/archives.py",
+    "teachers/load/impala.py",
+    "teachers/load/sb3.py",
+    "teachers/load/vecnormalize.py",
     "teachers/steadying.py",
     "teachers/teacher.py",
-    "teachers/train.py",
+    "teachers/train_sb3.py",
     "verify/__init__.py",
     "verify/reading.py",
-    "zoo/__init__.py",
 }
 
 
@@ -261,7 +261,7 @@ def test_every_reader_is_in_the_campaign(targets):
     calls = re.compile(r"\b(?:read_tensors|read_json|read_object|read_state|regular_file|read_safetensors)\(")
     root = Path(sortrl.__file__).parent
     found = {str(f.relative_to(root)) for f in root.rglob("*.py") if calls.search(f.read_text())}
-    own = {file for file in found if file.startswith(("reliability/", "reproduce/")) or file == "files.py"}
+    own = {file for file in found if file.startswith("experiments/") or file == "core/files.py"}
     assert found - own == READING_MODULES
     assert len(targets) == 32
 
@@ -480,7 +480,8 @@ socket.socket.connect = socket.socket.connect_ex = socket.create_connection = so
 import torch; torch.set_num_threads(1)
 from pathlib import Path
 import sortrl
-from sortrl import cli, zoo
+from sortrl import cli
+from sortrl.nets import zoo
 from sortrl.experiments.reliability.tiny import tiny_run
 tiny_run(Path(sys.argv[1]))
 cli.main(["certify", sys.argv[1], "--episodes", "1", "--return-episodes", "1", "--budget", "10", "--attack", "none"])

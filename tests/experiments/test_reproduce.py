@@ -11,7 +11,7 @@ import pytest
 
 from sortrl.core.errors import SortRLError
 from sortrl.core.files import write_json
-from sortrl.experiments import earlier, experts, figure1
+from sortrl.experiments import experts, figure1
 from sortrl.runs.config import robustify_config
 from sortrl.teachers import HardenConfig
 
@@ -72,7 +72,7 @@ def test_a_published_figure_is_continued_where_its_settings_are_todays(reproduce
     plan, folder = figure1.PLANS["smoke"], tmp_path / "smoke"
     wanted = figure1.units(plan, ("MountainCar-v0",), ("paper",))
     write_json(tmp_path / "fig1.json", results)
-    published = earlier.earlier_units(tmp_path / "fig1.json", "smoke")
+    published = figure1.earlier_units(tmp_path / "fig1.json", "smoke")
     figure1._keep_earlier(wanted, plan, folder, published)
     assert figure1.assemble(wanted, plan, folder, "smoke", True)["curves"] == results["curves"]
 
@@ -123,28 +123,28 @@ def test_settings_in_older_files_are_read_as_what_they_were():
     for name in ("harden", "steady", "candidates", "start_radius"):
         del stored[name]  # did not exist then
     stored["distill"]["given_up"] = 0.0  # does not exist any more, and was off
-    assert earlier.is_current(stored, config)
-    assert not earlier.is_current({**stored, "given_up": 0.5}, config)
-    assert not earlier.is_current(stored, replace(config, harden=HardenConfig(eps=0.1)))
-    assert not earlier.is_current(None, config)
-    assert earlier.is_current(None, None)
+    assert figure1.is_current(stored, config)
+    assert not figure1.is_current({**stored, "given_up": 0.5}, config)
+    assert not figure1.is_current(stored, replace(config, harden=HardenConfig(eps=0.1)))
+    assert not figure1.is_current(None, config)
+    assert figure1.is_current(None, None)
 
 
 def test_a_file_that_is_no_such_figure_is_named(tmp_path):
-    assert earlier.earlier_units(tmp_path / "fig1.json", "cpu") == []
+    assert figure1.earlier_units(tmp_path / "fig1.json", "cpu") == []
     write_json(tmp_path / "fig1.json", {"scale": "smoke", "units": []})
     with pytest.raises(SortRLError, match="scale smoke; one of scale cpu needs another --out"):
-        earlier.earlier_units(tmp_path / "fig1.json", "cpu")
+        figure1.earlier_units(tmp_path / "fig1.json", "cpu")
     write_json(tmp_path / "fig1.json", {"scale": "cpu", "units": [3]})
     with pytest.raises(SortRLError, match="not a figure made of units"):
-        earlier.earlier_units(tmp_path / "fig1.json", "cpu")
+        figure1.earlier_units(tmp_path / "fig1.json", "cpu")
 
 
 def test_what_is_published_is_of_todays_settings():
     """Otherwise the next reproduction would throw it away."""
     results = Path(__file__).resolve().parents[2] / "results" / "fig1.json"
     plan = figure1.PLANS["cpu"]
-    for entry in earlier.earlier_units(results, "cpu"):
+    for entry in figure1.earlier_units(results, "cpu"):
         unit = figure1.Unit(**entry["unit"])
         config = None if unit.agent == "expert" else figure1.config_of(unit, plan)
-        assert earlier.is_current(entry["config"], config), unit.name
+        assert figure1.is_current(entry["config"], config), unit.name

@@ -15,6 +15,7 @@ from matplotlib.image import imread
 
 from sortrl.core.errors import SortRLError
 from sortrl.core.records import EvalResult
+from sortrl.nets import HybridPolicy, RoundedPolicy, SortPolicy
 from sortrl.report import markdown, render, summary_lines
 from sortrl.report.charts import KEYS, charts
 from sortrl.report.model import read_run
@@ -361,6 +362,30 @@ def test_optional_parts_may_be_absent(results, tmp_path):
     assert [attrs["id"] for tag, attrs in _Tags(page).found if tag == "figure"] == list(KEYS[:3])
     assert sorted(path.stem for path in (tmp_path / "figures").iterdir()) == sorted(KEYS[:3])  # stale ones are gone
     assert "None" not in page + markdown(bare) + "".join(summary_lines(bare))
+
+
+@pytest.mark.parametrize(
+    ("policy", "kind"),
+    [
+        (SortPolicy((4,), 2, width=8, depth=2), "sort"),
+        (HybridPolicy((4,), 2, width=8, depth=2, hidden=(4,)), "hybrid"),
+        (RoundedPolicy((1, 8, 8), 3, levels=1, conv=((4, 3, 1),), hidden=(8,)), "rounded"),
+    ],
+)
+def test_the_page_has_the_policy_s_own_words_and_old_files_get_the_same(results, policy, kind):
+    old = copy.deepcopy(results)
+    old["policy"] = {"kind": kind, "parameters": 1234}
+    if kind != "rounded":
+        old["policy"] |= {"lipschitz": policy.lipschitz, "width": 8, "depth": 2}
+    pages = [html_page(run, charts(run)) for run in (read_run(old), read_run(old | {"student": policy.explain()}))]
+    assert pages[0] == pages[1]
+    words = _words(pages[0]).replace("l ∞ ", "l∞ ")
+    assert all(part in words for part in policy.explain().values())
+    other = {"network": "a <b>net</b>", "proof": "Because it is <i>so</i>."}
+    run = read_run(old | {"student": other})
+    page = html_page(run, charts(run))
+    assert "<b>net</b>" not in page
+    assert all(part in unescape(page) for part in other.values())
 
 
 def test_image_observations_do_not_flood_the_page(results):

@@ -1,4 +1,4 @@
-"""Adversaries on observations. One verified boundary (:class:`Attack`); subclasses only search."""
+"""Attacks on observations. :class:`Attack` projects every result to the eps ball and checks it; subclasses only search."""
 
 from __future__ import annotations
 
@@ -8,12 +8,11 @@ from collections.abc import Callable
 
 from sortrl.attacks.apgd import APGD
 from sortrl.attacks.base import Attack
-from sortrl.attacks.ensemble import Ensemble, auto
 from sortrl.attacks.gradient import FGSM, PGD, RIFGSM, RIFGSMMulti, RIFGSMMultiT, Targeted
 from sortrl.attacks.learned import LearnedAdversary, train_adversary
 from sortrl.attacks.noise import GaussianNoise, SaltAndPepper, SensorDropout, UniformNoise
 from sortrl.attacks.square import Square
-from sortrl.attacks.suites import SUITES, suite
+from sortrl.attacks.suites import SUITES, Ensemble, auto, suite
 from sortrl.attacks.uncertified import WhereUncertified
 from sortrl.attacks.values import Aimed, MinBest, MinQ, Transfer
 from sortrl.core.errors import SortRLError
@@ -71,19 +70,19 @@ _BY_NAME: dict[str, tuple[str, Callable[..., Attack]]] = {
     "dropout": ("dropout", SensorDropout),
     "salt-and-pepper": ("salt-and-pepper", SaltAndPepper),
 }
-"""A typical name of each kind, the pattern of all of them, and what builds the attack from the named parts."""
+"""Registry: an example name, the pattern of the names it stands for, and the class or function that builds the attack."""
 
 
 def names() -> tuple[str, ...]:
-    """A typical name of each kind of attack that :func:`by_name` builds."""
+    """One example name per kind of attack that :func:`by_name` builds."""
     return tuple(_BY_NAME)
 
 
 def by_name(name: str) -> Attack:
-    """The attack a user means. Numbers may be changed: ``pgd-30``, ``pgd-30-margin-p8-r4``, ``square-500``.
+    """Build an attack from its name. Numbers may be changed: ``pgd-30``, ``pgd-30-margin-p8-r4``, ``square-500``.
 
     After the number of steps, PGD takes a loss (``margin``, ``dlr``), ``p8`` (a finite-p surrogate), ``s0.2`` (steps of
-    0.2 eps), ``random`` (the first start too) and ``r4`` (restarts), in this order.
+    0.2 eps), ``random`` (a random first start) and ``r4`` (restarts), in this order.
 
     >>> by_name("pgd-30").name
     'PGD-30'

@@ -1,4 +1,4 @@
-"""Auto-PGD (Croce & Hein, 2020): momentum, and a step that is halved wherever it has stopped helping."""
+"""Auto-PGD (Croce & Hein, 2020): PGD with momentum and a step size that is halved, per state, when progress stops."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from sortrl.attacks import losses
 from sortrl.attacks.base import Attack, Loss, Target, like
 from sortrl.core.errors import SortRLError
 
-PULL = 0.75  # weight of the new step against the one before
+PULL = 0.75  # weight of the new step; the previous step has the rest
 ENOUGH_PROGRESS = 0.75  # share of the steps since the last checkpoint that must have increased the loss
 
 
@@ -60,7 +60,7 @@ class APGD(Attack):
         return found
 
     def _run(self, target: Target, loss: Loss) -> tuple[Tensor, Tensor]:
-        """One start: an input that changes the action where one was met (else the best met), and where that was."""
+        """One start: per state an input that changes the action if one was found (else the one of highest loss), and which did."""
         ascent = _Ascent(target, loss, self.surrogate_p)
         checks = checkpoints(self.steps)
         for step in range(1, self.steps + 1):
@@ -71,7 +71,7 @@ class APGD(Attack):
 
 
 def checkpoints(steps: int) -> set[int]:
-    """After which steps the progress is judged: first after 22 %, then ever sooner, at least 6 % apart.
+    """Steps at which progress is checked: the first after 22 % of all steps, then at shrinking distances of at least 6 %.
 
     >>> sorted(checkpoints(100))
     [22, 41, 57, 70, 80, 87, 93, 99]
@@ -79,12 +79,12 @@ def checkpoints(steps: int) -> set[int]:
     shares = [0.0, 0.22]
     while shares[-1] < 1:
         shares.append(shares[-1] + max(shares[-1] - shares[-2] - 0.03, 0.06))
-    # Sums of decimals exceed the number they mean; a ceiling would take that for a whole step.
+    # Float sums such as 0.22 + 0.19 can exceed their exact value, and the ceiling would add a step.
     return {math.ceil(round(share * steps, 9)) for share in shares[1:] if share <= 1}
 
 
 class _Ascent:
-    """The state of a run: where each state is and was, its best point, its step, and its progress since a checkpoint."""
+    """Per state: current and previous point, best point, step size, and progress since the last checkpoint."""
 
     def __init__(self, target: Target, loss: Loss, surrogate_p: float | None) -> None:
         self.target, self.loss, self.surrogate_p = target, loss, surrogate_p
@@ -129,7 +129,7 @@ class _Ascent:
         gradient, scores = counter.gradient_and_scores(self.x, self.loss, self.surrogate_p)
         value = self.loss(scores)
         if self.surrogate_p is not None:
-            scores = counter.scores(self.x)  # the surrogate is not what acts
+            scores = counter.scores(self.x)  # success is judged on the policy itself, not on the surrogate
         changed = scores.argmax(1) != self.target.clean
         self.found = torch.where(like(changed, self.x), self.x, self.found)
         self.broken = self.broken | changed

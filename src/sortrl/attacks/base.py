@@ -1,4 +1,4 @@
-"""The one verified boundary of every attack: subclasses only search; this class projects, checks and judges."""
+"""Base class of all attacks: subclasses only search; the base class projects, checks the budget and judges success."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Budget:
         lo, hi = exact_lo.float(), exact_hi.float()
         lo = torch.where(lo.double() < exact_lo, torch.nextafter(lo, unit), lo)
         hi = torch.where(hi.double() > exact_hi, torch.nextafter(hi, unit), hi)
-        # A state outside the valid range (it can happen with declared bounds) may at least stay where it is.
+        # A state outside the declared bounds may keep its own value.
         lo = lo if low is None else torch.maximum(lo, torch.minimum(low, unit))
         hi = hi if high is None else torch.minimum(hi, torch.maximum(high, unit))
         return cls(lo, hi)
@@ -51,7 +51,7 @@ class Budget:
 
 
 class Counter:
-    """Access to the policy that counts what an attack costs: scores and gradients asked for, in states."""
+    """Access to the policy that counts the cost of an attack: score and gradient evaluations, in states."""
 
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
@@ -70,7 +70,7 @@ class Counter:
     def gradient_and_scores(self, x: Tensor, loss: Loss, p: float | None = None) -> tuple[Tensor, Tensor]:
         """Gradient of ``loss(scores(x))`` with respect to x, and the scores it was taken at, which come for free.
 
-        With ``p``, both are those of the policy's smooth finite-p relative; a policy that has none ignores ``p``.
+        With ``p``, both are those of the policy's smooth finite-p surrogate; a policy that has none ignores ``p``.
         """
         self.gradients += len(x)
         x = x.detach().requires_grad_(True)
@@ -88,11 +88,11 @@ class Counter:
 
 @dataclass(frozen=True)
 class Target:
-    """What a search is given: the states, the actions to change, the room to do it in, and access to the policy.
+    """Input of a search: the states, their clean actions, the allowed inputs, and access to the policy.
 
-    ``eps`` (batch, 1, ...) broadcasts against ``unit``. ``rows`` are the places of these states in the batch that is
-    under attack, of ``batch`` states in all: :meth:`rand` and :meth:`randn` draw for all of them, so that what a state
-    gets does not depend on which others are still searched for.
+    ``eps`` (batch, 1, ...) broadcasts against ``unit``. ``rows`` are the indices of these states in the attacked
+    batch of ``batch`` states: :meth:`rand` and :meth:`randn` draw for the whole batch, so that the draws of a state do not
+    depend on which other states are still being searched.
     """
 
     counter: Counter
@@ -108,7 +108,7 @@ class Target:
         return len(self.unit)
 
     def subset(self, index: Tensor) -> Target:
-        """The same target for some of its states: ``index`` are their numbers, or a mask."""
+        """The same target for some of its states; ``index``: their indices, or a mask."""
         return replace(
             self,
             unit=self.unit[index],
@@ -145,7 +145,7 @@ class Attack(ABC):
     @property
     @abstractmethod
     def name(self) -> str:
-        """What tables and messages call it; a class attribute or a property made from the parameters."""
+        """Name in tables and messages; a class attribute, or a property made from the parameters."""
 
     @property
     def needs_gradient(self) -> bool:
@@ -220,12 +220,12 @@ class Attack(ABC):
 
 
 class OnlyActions:
-    """An object of which only ``predict`` is known, as a policy: raw observations are its unit space, scores are one-hot."""
+    """Adapter: an object that only has ``predict`` as a policy. Unit space is the raw observation, scores are one-hot."""
 
     def __init__(self, agent: Any, obs_shape: tuple[int, ...]) -> None:
         self.agent = agent
         self.obs_shape = obs_shape
-        self.n_actions = 2  # grows with the actions seen
+        self.n_actions = 2  # raised when a larger action is seen
 
     def normalize(self, obs: npt.ArrayLike | Tensor) -> Tensor:
         return torch.as_tensor(np.asarray(obs), dtype=torch.float32)

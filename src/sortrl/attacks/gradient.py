@@ -31,8 +31,8 @@ class PGD(Attack):
 
     The latest iterate that changes the action is returned, so more steps never break fewer states. With ``restarts``,
     states that are not yet broken are tried again from that many random starts; ``random_start`` makes the first start
-    random too. ``surrogate_p`` takes gradients from the policy's smooth finite-p relative: those of sort layers follow
-    one coordinate per unit.
+    random too. ``surrogate_p`` takes gradients from the policy's smooth finite-p surrogate: the exact gradient of a
+    max-distance unit is nonzero in a single coordinate.
 
     >>> PGD(30).name, PGD(10, loss="margin", surrogate_p=32, restarts=4).name
     ('PGD-30', 'PGD-10-margin-p32-r4')
@@ -87,7 +87,7 @@ def climb(
     for _ in range(steps):
         gradient, scores = target.counter.gradient_and_scores(x, loss, surrogate_p)
         if surrogate_p is not None:
-            scores = target.counter.scores(x)  # the surrogate is not what acts
+            scores = target.counter.scores(x)  # success is judged on the policy itself, not on the surrogate
         found, broken = _keep_latest(found, broken, x, scores.argmax(1) != target.clean)
         x = target.project(x + step * gradient.sign())
     changed = target.changed(x)
@@ -99,7 +99,7 @@ def climb(
 class Targeted(Attack):
     """PGD towards each other action in turn, the runner-up first, on the states that are not yet broken.
 
-    It raises the score of one action over the clean one, where an untargeted loss may be torn between several.
+    It raises the score of one action over the clean one, where the gradient of an untargeted loss mixes several directions.
     """
 
     steps: int = 10
@@ -197,7 +197,7 @@ class RIFGSMMultiT(Attack):
         everyone, size = torch.arange(len(target)), _at_once(target)
         for done in range(0, self.starts, size):
             x, actions = _many_steps(target, min(size, self.starts - done))
-            # A start that changes nothing is worse than any that does, whatever the values say.
+            # Starts that do not change the action are ranked last, whatever their value.
             worth = values.gather(1, actions).masked_fill(actions == target.clean[:, None], math.inf)
             least, place = worth.min(1)
             better = least < lowest
@@ -215,7 +215,7 @@ def _many_steps(target: Target, starts: int) -> tuple[Tensor, Tensor]:
     """RI-FGSM from several starts per state: projected inputs (states, starts, ...) and their actions (states, starts)."""
     shape = target.unit.shape[1:]
     repeated = target.subset(torch.arange(len(target)).repeat_interleave(starts))
-    # One draw per start: a start is then the same however many are taken at once.
+    # One draw per start, so that results do not depend on the number of starts per batch.
     draws = torch.stack([target.rand(*shape) for _ in range(starts)], dim=1).flatten(0, 1)
     begin = repeated.unit + repeated.eps * (2 * draws - 1)
     x = repeated.project(_random_step(repeated, begin))

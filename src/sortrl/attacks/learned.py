@@ -1,8 +1,7 @@
-"""An adversary that is itself learned: it attacks the return, not single actions (SA-RL and PA-AD style)."""
+"""Learned adversaries: a network trained by RL to lower the victim's return (SA-RL and PA-AD style)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,30 +16,30 @@ from sortrl.attacks.values import Aimed
 from sortrl.core.errors import SortRLError
 from sortrl.core.files import read_tensors, write_tensors
 from sortrl.core.normalizer import Normalizer
+from sortrl.core.progress import Progress
 from sortrl.core.records import Policy
 from sortrl.core.seeding import generators_restored, one_thread
 from sortrl.envs import describe, greedy_returns
 from sortrl.nets.architecture import Architecture
 
 if TYPE_CHECKING:
-    from sortrl.attacks.siege import Siege  # Stable-Baselines3 is slow to import
+    from sortrl.attacks.adversary_env import AdversaryEnv  # Stable-Baselines3 is slow to import
 
 FILE_NAME = "adversary.safetensors"
 FORMAT = "sortrl-adversary-1"
-Progress = Callable[[dict[str, Any]], None]
 
 # PPO. Noise that depends on the state and is kept for a whole rollout (gSDE) explores far better than fresh noise at each
-# step, which averages out: it is a bias kept up, or a swing, that topples a controller.
+# step, which averages out: a sustained bias or an oscillation is what makes a controller fail.
 SLOTS, ROLLOUT, BATCH, EPOCHS = 32, 128, 512, 6
-LEARNING_RATE, GAMMA, FIRST_LOG_STD = 1e-3, 0.998, -0.5  # to topple a controller takes hundreds of steps
+LEARNING_RATE, GAMMA, FIRST_LOG_STD = 1e-3, 0.998, -0.5  # a controller fails only after hundreds of perturbed steps
 HIDDEN = (64, 64)
-JUDGEMENTS, TRIALS = 8, 16  # how often the training stops to see what its adversary does, and on how many episodes
+JUDGEMENTS, TRIALS = 8, 16  # evaluations of the adversary during its training, and episodes of each
 FEATURE_CLIP = 10.0
 
 
 @dataclass(frozen=True)
 class Outputs(Attack):
-    """What an adversary's network says about a batch of states, as an attack.
+    """The outputs of an adversary's network for a batch of states, as an attack.
 
     A director (PA-AD, Sun et al., 2022) says which action it wants, by the largest of its outputs, and ``inner`` finds the
     input. Otherwise (SA-RL, Zhang et al., 2021) the outputs are the perturbation itself: ``eps tanh(output)``.
@@ -141,11 +140,11 @@ def train_adversary(
 ) -> LearnedAdversary:
     """Train an adversary by PPO to lower the return of ``policy``, which stays as it is.
 
-    Its world is the environment with the victim in it: it sees the victim's unit-space observation and clean scores, and
+    Its environment contains the victim: it observes the victim's unit-space observation and clean scores, and
     its reward is minus the environment's. A ``director`` names the action the victim is to take and leaves the input to
     ``inner`` (as PA-AD does; for a greedy victim nothing but the action matters, so no strategy is lost). Without, it
-    makes the perturbation itself, one output per input (as SA-RL does), and needs no gradient of the victim. The most
-    harmful adversary met on the way is returned, judged without noise on episodes of its own, and saved if ``directory``
+    makes the perturbation itself, one output per input (as SA-RL does), and needs no gradient of the victim. The checkpoint
+    with the lowest victim return, evaluated without exploration noise on separate episodes, is returned, and saved if ``directory``
     is given. ``progress`` is called after each rollout with ``step``, ``total`` and the victim's recent ``return``.
     """
     if not 0 < eps < float("inf") or steps < 1:
@@ -155,15 +154,15 @@ def train_adversary(
     from stable_baselines3 import PPO  # slow to import, and only needed while training
     from stable_baselines3.common.vec_env import VecNormalize
 
-    from sortrl.attacks.siege import Siege
+    from sortrl.attacks.adversary_env import AdversaryEnv
 
     info = describe(env_id)
     plan = _Plan(info.env_id, float(eps), director, inner or Aimed(steps=2, step_share=0.6))
     outputs = info.n_actions if director else info.obs_size
     trials = np.random.default_rng([seed, 5]).integers(2**31, size=TRIALS).tolist()
     with one_thread(), generators_restored():
-        siege = Siege(policy, env_id, eps, SLOTS, seed, outputs, features, plan.strike)
-        env = VecNormalize(siege, gamma=GAMMA, clip_obs=FEATURE_CLIP)
+        victims = AdversaryEnv(policy, env_id, eps, SLOTS, seed, outputs, features, plan.strike)
+        env = VecNormalize(victims, gamma=GAMMA, clip_obs=FEATURE_CLIP)
         model = PPO(
             "MlpPolicy",
             env,
@@ -181,22 +180,22 @@ def train_adversary(
         rollouts = max(1, steps // (SLOTS * ROLLOUT))
 
         def judge(*_: Any) -> bool:
-            """Called at each step: now and then, keep the adversary as it stands if none before did more harm."""
+            """Callback of each step: at regular intervals, evaluate the adversary and keep it if it is the best so far."""
             nonlocal best, lowest
             done, within = divmod(model.num_timesteps, SLOTS * ROLLOUT)
             if within == 0 and (done % max(1, rollouts // JUDGEMENTS) == 0 or done >= rollouts):
                 adversary = plan.adversary(model)
-                score = float(greedy_returns(_Besieged(policy, adversary, siege), env_id, trials).mean())
+                score = float(greedy_returns(_Attacked(policy, adversary, victims), env_id, trials).mean())
                 if score < lowest:
                     best, lowest = adversary, score
-            if within == 0 and progress is not None and siege.finished:
-                progress({"step": model.num_timesteps, "total": steps, "return": float(np.mean(siege.finished))})
+            if within == 0 and progress is not None and victims.finished:
+                progress({"step": model.num_timesteps, "total": steps, "return": float(np.mean(victims.finished))})
             return True
 
         try:
             model.learn(steps, callback=judge)
         finally:
-            siege.close()
+            victims.close()
     if directory is not None:
         best.save(directory)
     return best
@@ -204,7 +203,7 @@ def train_adversary(
 
 @dataclass(frozen=True)
 class _Plan:
-    """What the outputs of the network under training are used for."""
+    """How the outputs of the network in training become an attack, and the network an adversary."""
 
     env_id: str
     eps_unit: float
@@ -215,7 +214,7 @@ class _Plan:
         return Outputs(outputs, self.director, self.inner)
 
     def adversary(self, model: Any) -> LearnedAdversary:
-        """The actor as it stands, with the statistics that scale its inputs."""
+        """The current actor, with the statistics that normalise its inputs."""
         actor = [*model.policy.mlp_extractor.policy_net.parameters(), *model.policy.action_net.parameters()]
         seen = model.env.obs_rms
         architecture = Architecture((len(seen.mean),), len(actor[-1]), HIDDEN, "Tanh")
@@ -229,16 +228,15 @@ class _Plan:
         )
 
 
-class _Besieged:
-    """The victim as its own environment knows it while the adversary alters what it sees."""
+class _Attacked:
+    """The victim with the adversary on its observations: ``predict`` takes clean ones."""
 
-    def __init__(self, victim: Policy, adversary: Attack, siege: Siege) -> None:
-        self.victim, self.adversary, self.siege = victim, adversary, siege
+    def __init__(self, victim: Policy, adversary: Attack, env: AdversaryEnv) -> None:
+        self.victim, self.adversary, self.env = victim, adversary, env
 
     def predict(self, obs: npt.NDArray[Any]) -> tuple[npt.NDArray[Any], Any]:
-        siege = self.siege
         unit = self.victim.normalize(obs)
-        return self.adversary(self.victim, unit, siege.eps_unit, siege.low, siege.high).action, None
+        return self.adversary(self.victim, unit, self.env.eps_unit, self.env.low, self.env.high).action, None
 
 
 def features(unit: Tensor, scores: Tensor) -> Tensor:

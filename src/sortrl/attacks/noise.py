@@ -1,4 +1,4 @@
-"""Faulty sensors: one random draw per state, within the eps ball. Not adversaries, but the least an attack must beat."""
+"""Sensor noise: one random draw per state, within the eps ball. The baseline that every attack must beat."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class SensorDropout(Attack):
 
 @dataclass(frozen=True)
 class SaltAndPepper(Attack):
-    """A random ``share`` of the coordinates moves by +eps or -eps: the corners of the ball, and what lies between."""
+    """A random ``share`` of the coordinates moves by +eps or -eps."""
 
     share: float = 0.3
     name = "salt-and-pepper"

@@ -1,4 +1,4 @@
-"""Common sense about attacks: a policy that breaks none of these rules is robust or weak; one that does may only look robust.
+"""Sanity checks for gradient masking: a policy that fails one of them may look robust only because attacks fail on it.
 
 Masked gradients (Athalye et al., 2018) make attacks fail without making the policy safe. Each check is a symptom of them.
 """
@@ -23,7 +23,7 @@ from sortrl.core.records import Policy
 from sortrl.envs import EnvSlots, Episode, describe, play_episodes
 from sortrl.nets import CertifiedPolicy
 
-SLACK = 0.02  # share of the states that may go the other way: searches are heuristic, and some are random
+SLACK = 0.02  # tolerated share of contrary states: searches are heuristic, and some are random
 NEARLY_ALL = 0.95
 SQUARE_QUERIES = 200
 Broken = npt.NDArray[np.bool_]

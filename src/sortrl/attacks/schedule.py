@@ -1,4 +1,4 @@
-"""When to attack: an adversary that may change only a few actions of an episode chooses the moments that hurt."""
+"""Timing of attacks: which steps to attack when only a few actions per episode may be changed."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ Chooser = Callable[[Tensor, Sequence[Moment]], Choice]
 class Timing(Protocol):
     """Decides, step by step, which states are attacked.
 
-    The budget ``steps`` counts changed actions per episode: an adversary who sees that an input does not change the action
-    need not show it.
+    The budget ``steps`` counts changed actions per episode: a perturbation that does not change the action is
+    not applied and costs nothing.
     """
 
     @property
@@ -52,7 +52,7 @@ class Timing(Protocol):
 
 @dataclass(frozen=True)
 class Strategic:
-    """Strategically timed attack (Lin et al., 2017): where the policy is sure, a wrong action costs most.
+    """Strategically timed attack (Lin et al., 2017): attack where the policy prefers one action strongly.
 
     A state is attacked when the largest minus the smallest softmax of the scores exceeds ``threshold``. ``guide`` gives the
     scores, for example the teacher's where the student's have another scale; None: those of the policy itself.
@@ -86,7 +86,7 @@ class Strategic:
 
 @dataclass(frozen=True)
 class CriticalPoints:
-    """Critical point attack (after Sun et al., 2020): look ahead, and strike where wrong actions cost most.
+    """Critical point attack (after Sun et al., 2020): simulate ahead, and attack where a wrong action costs most.
 
     At each step every action is tried in a branch of the episode: played for ``strokes`` steps, then followed by the policy's
     own choices up to ``horizon`` steps in all. Where the worst of them collects at least ``damage`` less reward than the

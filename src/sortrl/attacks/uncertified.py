@@ -1,4 +1,4 @@
-"""An attack that spares itself the states in which a certificate says that it cannot succeed."""
+"""Wrapper that skips the states in which a certificate proves that no attack can succeed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class WhereUncertified(Attack):
     """Runs ``attack`` on the states that the policy does not certify at eps, and leaves the others as they are.
 
     No perturbation within eps changes the action there, so the episode is the same as under the attack itself, at a fraction
-    of the cost where most states are certified. It takes the certificate's word: to test certificates, attack everywhere.
+    of the cost where most states are certified. It relies on the certificate; to test certificates, attack every state.
     A policy without certificates is attacked everywhere.
 
     >>> from sortrl.attacks import PGD

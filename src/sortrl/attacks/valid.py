@@ -1,4 +1,4 @@
-"""Which observations are possible at all, in the policy's own units: what an attack may not leave."""
+"""The valid range of observations in unit space, to which attacks are clipped."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def check_eps(policy: Policy, info: EnvInfo, eps_unit: float) -> None:
 
 
 def valid_range(policy: Policy, info: EnvInfo) -> tuple[Tensor | None, Tensor | None]:
-    """The declared bounds of observations in the policy's units; None where there is none at all."""
+    """The declared bounds of observations in unit space; None where no component has one."""
 
     def to_unit(bounds: npt.NDArray[np.float64]) -> Tensor | None:
         finite = np.isfinite(bounds)

@@ -1,4 +1,4 @@
-"""Attacks that know it is a policy they attack: by way of its teacher, of its best action, of action values, at one action."""
+"""Attacks specific to RL: transfer from the teacher, on the best action's score, on action values, towards a chosen action."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is proven about decisions: radii in every unit, a ladder of tighter ones, shares of states, files to check."""
+"""Certificates: certified radii in several units, tighter bounds, certified shares, proven returns, files to verify."""
 
 from sortrl.certify.files import load_certificates, save_certificates
 from sortrl.certify.intervals import interval_radius, proven_in_box

@@ -21,7 +21,7 @@ from sortrl.nets.base import FILE_NAME
 
 FORMAT = "sortrl-certificates-2"
 FIRST_FORMAT = (
-    "sortrl-certificates-1"  # its hash is of the weights alone, and it states mixes, constant and shape besides
+    "sortrl-certificates-1"  # its hash covers the weights only; sort weights, constant and shape are stated apart
 )
 CLAIM = (
     "For every state (unit space) and every float32 input within its radius in l_inf, the policy's action is the one stated. "
@@ -77,7 +77,7 @@ def save_certificates(
 
 
 def _content(policy: CertifiedPolicy) -> str:
-    """All that makes a policy, in one hash."""
+    """Hash of a policy's weights and configuration."""
     return policy_hash(
         policy.state_dict(), {"kind": policy.kind, "config": policy.describe(), "clip": policy.normalizer.clip}
     )

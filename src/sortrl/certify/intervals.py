@@ -1,4 +1,4 @@
-"""Certificates by interval propagation: never below the margin's, and far above it where few coordinates move."""
+"""Certified radii by interval propagation: at least the margin's radius, and far larger where few coordinates move."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def interval_radius(
     """The largest r (batch,) for which intervals prove the action on the box ``unit +- r * weights``, up to ``reach``.
 
     ``low`` and ``high`` clip the box to the valid observations. ``weights`` (obs_shape, default 1) says how much each
-    coordinate may move: a single 1 among zeros asks how wrong one sensor may be alone. Found by bisection in ``steps``
+    coordinate may move: a single 1 among zeros gives the radius of one sensor alone. Found by bisection in ``steps``
     steps; what is returned was itself proven. It is at least the margin's radius.
 
     >>> from sortrl.nets import SortPolicy

@@ -1,4 +1,4 @@
-"""One decision, four radii, each at least the one before: margin, intervals, complete search, smallest attack."""
+"""Four bounds on the radius of a decision, in rising order: margin, intervals, complete search, smallest attack found."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def ladder(
     boxes_per_state: int = 20_000,
     time_limit: float = math.inf,
 ) -> dict[str, Any]:
-    """All radii of each state (lists of numbers, unit space, cut off at ``reach``) and what they say together.
+    """All radii of each state (lists of numbers, unit space, cut off at ``reach``) and summary statistics.
 
     ``margin``: (margin - slack) / (2 L). ``interval``: intervals on the box clipped to the valid range. ``exact_lower``
     and ``exact_upper``: the complete search; the upper one is the distance of a real counter-example, None where there is
@@ -67,7 +67,7 @@ def _listed(values: npt.NDArray[np.float64]) -> list[float]:
 
 
 def _ratio(below: npt.NDArray[np.float64], above: npt.NDArray[np.float64]) -> dict[str, float]:
-    """How much of the upper bound a certificate reaches."""
+    """Statistics over states of a lower bound divided by the upper bound."""
     share = below / above
     return {
         "median": float(np.median(share)),

@@ -1,4 +1,4 @@
-"""What an episode is worth at least, whatever is done to the observations: a search over every action that can be forced."""
+"""Lower bounds on the return of an episode under any attack: a search over all actions that can be forced."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sortrl.core.errors import SortRLError
 from sortrl.envs import EnvInfo, Simulator, describe
 from sortrl.nets import CertifiedPolicy
 
-# The least reward of any step, from the tasks' definitions: it bounds what was not searched. Never guessed.
+# Smallest possible reward of a step, from the tasks' definitions: it bounds the branches that were not searched.
 REWARD_FLOORS = {"CartPole-v0": 1.0, "CartPole-v1": 1.0, "Acrobot-v1": -1.0, "MountainCar-v0": -1.0}
 NODES_AT_ONCE = 32  # states that share a forward pass
 
@@ -74,7 +74,7 @@ def certified_return(
 
 
 class _Search:
-    """Open branches, ordered by what they are worth at least, and the least return of a finished one."""
+    """Open branches, ordered by their lower bound, and the smallest return of a finished branch."""
 
     def __init__(self, info: EnvInfo, floor: float | None) -> None:
         self.info, self.floor = info, floor
@@ -93,7 +93,7 @@ class _Search:
             heapq.heappush(self._open, (self._least(state), -state.length, next(self._count), state))
 
     def _least(self, state: Simulator) -> float:
-        """What an unfinished episode returns at least: one step follows for sure, at most those up to the time limit."""
+        """Lower bound on the return of an unfinished episode: at least one more step, at most up to the time limit."""
         if self.floor is None or (self.floor < 0 and self.info.max_steps is None):
             return -math.inf
         steps = 1 if self.floor >= 0 else (self.info.max_steps or 0) - state.length

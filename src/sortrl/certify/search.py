@@ -1,4 +1,5 @@
-"""The exact radius by complete search: boxes around a state are proven or split, nearest first, until a flip is met.
+"""The exact radius by complete search: boxes around a state are proven or split (branch and bound), nearest first, until a
+counter-example is found.
 
 Three things make it work beyond two or three dimensions. A box is proven by intervals, which know when only a few
 coordinates move. It is split along the coordinate with the steepest score, so that boxes become thin where it matters
@@ -22,8 +23,8 @@ from sortrl.nets import SortPolicy, sort_layers_only
 from sortrl.nets.float_bounds import RADIUS_DOWN, box_around
 
 AT_ONCE = 1024  # boxes per step, over all states
-FLAT_SHARE = 0.01  # of the steepest coordinate's weight that a flat one has when a box is split
-SMALLEST_SIDE = 1e-6  # of a box, relative to the size of its numbers: rounding slack proves nothing smaller
+FLAT_SHARE = 0.01  # minimum weight of a flat coordinate, relative to the steepest, when a box is split
+SMALLEST_SIDE = 1e-6  # smallest box, relative to the size of its numbers: below, rounding slack prevents any proof
 FIRST_FACTORS = (1.0001, 1.02, 1.1, 1.3, 1.7, 2.5, 5.0, 20.0)
 
 

@@ -1,10 +1,10 @@
-"""What radii say together: certified share against eps (ACR), their distribution, whole episodes."""
+"""Statistics of radii: certified share against eps (ACR), histogram, episodes that are certified throughout."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypedDict
 
 import numpy as np
 import numpy.typing as npt
@@ -74,18 +74,38 @@ def fully_certified_episodes(result: EvalResult, eps_unit: float) -> float:
 
 
 def proven_mean(result: EvalResult, eps_unit: float, least_return: float) -> float:
-    """What the mean return is at least, under any attack at eps: an episode with a step that is not certified counts as the
-    worst there is. For tasks in which nothing is random but the start."""
+    """Lower bound on the mean return under any attack at eps: an episode with an uncertified step counts as the smallest
+    possible return. For tasks that are deterministic after the start."""
     return float(np.where(_fully_certified(result, eps_unit), result.returns, least_return).mean())
 
 
 def _fully_certified(result: EvalResult, eps_unit: float) -> npt.NDArray[np.bool_]:
-    """One truth per episode."""
+    """Per episode (episodes,): whether every step is certified."""
     parts = np.split(_radii(result), np.cumsum(result.lengths)[:-1])
     return np.array([bool((part > eps_unit).all()) for part in parts])
 
 
-def certificate_summary(clean: EvalResult, eps_unit: float, bins: int = 40) -> dict[str, Any]:
+class Histogram(TypedDict):
+    edges: list[float]
+    counts: list[int]
+
+
+EpisodeRadii = TypedDict("EpisodeRadii", {"seed": int, "return": float, "radii": list[float]})
+
+
+class CertificateSummary(TypedDict):
+    """The ``certificate`` part of results.json: certified shares against eps, radii, and one episode."""
+
+    acr_variant: str
+    eps: list[float]
+    share: list[float]
+    radius_median: float
+    histogram: Histogram
+    episode: EpisodeRadii
+    fully_certified_episodes: float
+
+
+def certificate_summary(clean: EvalResult, eps_unit: float, bins: int = 40) -> CertificateSummary:
     """The ``certificate`` part of results.json, from one clean evaluation."""
     radii = _radii(clean)
     grid = [round(float(e), 6) for e in np.linspace(0.0, 3.0 * eps_unit if eps_unit > 0 else 0.3, 31)]

@@ -1,4 +1,4 @@
-"""Certificates in the units people have: raw sensor values, a budget per sensor, levels of grey."""
+"""Certificates in raw units: raw sensor values, a budget per sensor, grey levels."""
 
 from __future__ import annotations
 
@@ -55,9 +55,9 @@ def certified_for(
 ) -> npt.NDArray[np.bool_]:
     """Whether (batch,) the action survives every perturbation in which coordinate i moves by at most ``eps[i]``.
 
-    ``obs`` are raw observations; ``eps`` (broadcast to obs_shape) is in raw or in unit space. First the margin is asked
-    whether the largest of the budgets is within its radius; where it is not, intervals are asked about the very box,
-    clipped to the valid range ``low``, ``high`` (unit space) if given.
+    ``obs`` are raw observations; ``eps`` (broadcast to obs_shape) is in raw or in unit space. The margin's radius is
+    compared with the largest budget first; where it is smaller, interval propagation is run on the exact box, clipped to
+    the valid range ``low``, ``high`` (unit space) if given.
 
     >>> from sortrl.nets import SortPolicy
     >>> policy = SortPolicy((2,), 2, width=8, depth=2)

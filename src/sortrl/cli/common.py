@@ -28,7 +28,7 @@ def check_each_eps(policy: Any, env_id: str, eps: tuple[float, ...]) -> None:
 
 
 def output_folder(run: Path) -> Path:
-    """Where the files of a command go that names no place for them: into the run; never into the zoo."""
+    """Default folder for the files of a command: the run's folder, or runs/zoo-NAME for an entry of the zoo."""
     from sortrl.nets import zoo as entries
 
     return Path("runs") / str(run).replace(":", "-") if entries.is_entry(run) else run

@@ -1,4 +1,4 @@
-"""Ctrl-C that is heard."""
+"""Reliable Ctrl-C."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def insistent_interrupts() -> Iterator[None]:
     """Repeat an interrupt until the command has ended.
 
     Python forgets one that arrives while an object is being finalised, and so may code between C and Python; the command
-    would go on as if nobody had asked it to stop.
+    would continue.
     """
 
     def interrupt(number: int, frame: object) -> None:
@@ -24,7 +24,7 @@ def insistent_interrupts() -> Iterator[None]:
 
     usual = signal.getsignal(signal.SIGINT) is signal.default_int_handler
     if not usual or threading.current_thread() is not threading.main_thread() or not hasattr(signal, "setitimer"):
-        yield  # somebody else looks after interrupts, or nobody can
+        yield  # another handler is installed, or timers are not available
         return
     before = {number: signal.signal(number, interrupt) for number in (signal.SIGINT, signal.SIGALRM)}
     try:

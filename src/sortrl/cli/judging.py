@@ -1,4 +1,4 @@
-"""Commands that judge a policy: returns, attacks, certificates."""
+"""Commands that evaluate a policy: returns, attacks, certificates."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ def evaluate(
 
     Args:
         run: Directory of a run, or zoo:NAME.
-        attack: pgd-<steps>, fgsm or noise.
+        attack: fgsm, pgd-10, pgd-10-margin, pgd-10-dlr, pgd-10-p32, targeted, ri-fgsm, ri-fgsm-multi, apgd-ce, apgd-dlr, minbest-10,
+            square, auto, noise, gaussian, dropout or salt-and-pepper; numbers may be changed (pgd-30, square-500).
         eps: Perturbation sizes, in the policy's input units.
         episodes: Episodes per point; the same for teacher and student.
         seed: Chooses the episodes.
@@ -74,13 +75,14 @@ def attack(
 
     Args:
         run: Directory of a run, or zoo:NAME.
-        suite: quick (a few attacks), paper (the literature's), auto (strongest per action), full (all, noises, timed, trained adversary).
+        suite: quick (a few attacks), paper (the literature's), auto (ensemble of strong attacks), full (all of these, noise, timed
+            attacks, learned adversary).
         eps: Perturbation sizes, in the policy's input units.
         episodes: Episodes per point; the same for every agent and attack.
         seed: Chooses the episodes.
-        check: Also tell robustness from masked gradients by common-sense checks; exit code 1 if one fails.
+        check: Also run sanity checks for gradient masking; exit code 1 if one fails.
         threads: Threads to use [all cores].
-        json: Write the result here, point by point; the same command goes on where it was stopped.
+        json: Write the result here, point by point; the same command continues where it was stopped.
     """
     from sortrl.attacks.sanity import check_run
     from sortrl.evaluate.suite import evaluate_suite, table
@@ -125,8 +127,8 @@ def certify(
         eps: Perturbation sizes, in the policy's input units.
         episodes: Clean episodes to play.
         seed: Chooses the episodes.
-        attack: What to compare the proven return with, or none.
-        return_episodes: Episodes, the first of those, of which the return is bounded and attacked.
+        attack: Attack to compare the proven return with (names as in sortrl evaluate), or none.
+        return_episodes: How many of these episodes (the first ones) also get a proven return and are attacked.
         budget: Simulated steps per episode in the search for the worst return that can be forced.
         threads: Threads to use [all cores].
         save: Write the certificate of every visited state here; sortrl verify checks such a file.
@@ -186,7 +188,7 @@ def _save_certificates(run: Path, env_id: str, episodes: int, seed: int, path: P
     import torch
 
     from sortrl.certify import save_certificates
-    from sortrl.experiments.certificate_study import clean_episodes
+    from sortrl.experiments.certificates import clean_episodes
     from sortrl.nets import load
     from sortrl.nets.zoo import locate
 
@@ -199,13 +201,13 @@ def _save_certificates(run: Path, env_id: str, episodes: int, seed: int, path: P
 def verify(
     certificates: Annotated[Path, tyro.conf.Positional], policy: Path | None = None, json: Path | None = None
 ) -> None:
-    """Check a file of certificates again, in float64, with code that shares nothing with what made it.
+    """Check a file of certificates in float64, with code that is independent of the code that made it.
 
     Exit code 0 if every action is the one that the policy plays and every radius can be proven, rounding included; 1 otherwise.
 
     Args:
         certificates: File written by sortrl certify --save, or by sortrl.certify.save_certificates.
-        policy: The policy's file or directory, if it is no longer where the certificates say.
+        policy: The policy's file or directory, if it has been moved since the certificates were written.
         json: Write the verdict here.
     """
     from sortrl.core.files import write_json

@@ -42,16 +42,16 @@ def robustify(
         vecnormalize: Observation statistics of that agent: a file written by sortrl, or SB3's vecnormalize.pkl with --allow-pickle.
         allow_pickle: Accept a pickle for --vecnormalize. Only plain arrays are read from it.
         eps: Size of the perturbation to resist, in the teacher's input units (for a normalising teacher: standard deviations).
-        preset: fast; paper for the published recipe; memory for a student that is not trained but remembers the teacher's
-            best episodes (for tasks with few starts, such as the training levels of ProcGen); rounded for one that sees rounded
-            pixels (for images of few colours, such as Atari's).
+        preset: fast; paper for the published recipe; memory for a nearest-neighbour student of the teacher's best
+            episodes, a baseline for tasks with few start states (ProcGen's training levels); rounded for a threshold student,
+            a baseline for images of few colours (Atari).
         out: Directory for the run [runs/<env>].
         seed: Fixes the run on one machine and thread count.
         steps: Optimiser steps of the distillation.
         states: States to collect.
         episodes: Test episodes per point.
-        harden: First train the teacher on, in the environment, while attacks of up to this size are made on it (PPO and A2C
-            over vectors; three million steps); the student learns from that one. For tasks that are lost under attack.
+        harden: Adversarial fine-tuning of the teacher (PPO and A2C on vectors; three million steps): train it on under attacks
+            of up to this eps before it is distilled. For tasks in which the teacher fails under attack.
         candidates: Students to distil from the same data; the best on validation episodes is kept.
         threads: Threads to use [all cores].
         json: Also write the results here.
@@ -110,9 +110,9 @@ def teach(
         env: Gymnasium environment with discrete actions.
         out: Directory for the teacher [runs/teachers/<env>-<algorithm>].
         algorithm: ppo, dqn or (for images) pqn [the one the task has settings for, else ppo].
-        processes: Among which the games of a PQN training are shared out, while this one learns; the result is the same.
-        imitate: Go on from this trained teacher (an actor-critic), which learns to play the best of its own sampled tries; for
-            tasks with few starts, such as the training levels of ProcGen.
+        processes: Processes that play the games of a PQN training while this one learns; the result does not depend on it.
+        imitate: Continue from this trained actor-critic by imitating the best of its own sampled episodes; for tasks with few
+            start states, such as the training levels of ProcGen.
         start: Go on from this PQN teacher (its folder, a run's, or zoo:NAME) with next to no random actions.
         half: Of a PQN training, compute all layers but the last in bfloat16: faster on CPUs that have it, slower on others.
         seed: Fixes the training.
@@ -191,14 +191,14 @@ def reproduce(
     jobs: int | None = None,
     seconds: float | None = None,
 ) -> None:
-    """Make the paper's figures and tables again, and what goes beyond them; continues where it was stopped.
+    """Reproduce the paper's figures and tables, and further experiments; continues where it was stopped.
 
     Args:
         what: fig1: return against eps on the four classic tasks, in two protocols, under PGD-10 and the worst of all attacks;
             table1, table3: four Atari games under PGD-10, and under the worst of four attacks at larger eps;
-            table2, table4: ProcGen's Jumper and CoinRun under PGD-10 and PGD-30, beside published rivals;
-            compute: return of the ProcGen student that remembers, against the states it was made of;
-            teachers: the Atari teachers with and without sticky actions, and how they learned;
+            table2, table4: ProcGen's Jumper and CoinRun under PGD-10 and PGD-30, beside published baselines;
+            compute: return of the nearest-neighbour (memory) student on ProcGen against the number of states it was made of;
+            teachers: returns of the Atari teachers with and without sticky actions, and their learning curves;
             fig2, fig3: pictures of tables 1 and 3, from what is computed of them (normalised scores; return against eps);
             certificates: how tight the certificates of its students are; reliability: damaged files, kills at random
             moments, attacks on certified decisions, many threads and processes.
@@ -211,7 +211,7 @@ def reproduce(
         teachers: Folder of the published agents [$SORTRL_TEACHERS]; without it experts are trained. Of Atari: a folder with a
             teacher for each game (freeway, roadrunner, pong, bankheist), given here; without it those of the zoo, with their students.
         jobs: Processes side by side [one per core].
-        seconds: How long the soak of reliability lasts [as the scale says].
+        seconds: Duration of the soak test of reliability [set by the scale].
     """
     from sortrl import experiments as module
 
@@ -224,8 +224,8 @@ def reproduce(
     if what == "reliability":
         from sortrl.cli import main  # the campaigns run commands of all kinds
 
-        found = module.reliability(main, scale, task, out, folder, seconds, progress)
-        print("\n".join(module.reliability_summary(found)))
+        campaigns = module.reliability(main, scale, task, out, folder, seconds, progress)
+        print("\n".join(module.reliability_summary(campaigns)))
     elif what in ("table1", "table3"):
         found = module.atari_table(what, scale, task, out, folder, teachers, progress, agent)
         print("\n".join(module.atari_lines(found)))
@@ -257,7 +257,7 @@ def zoo(
     Args:
         name: Show this entry's card; with --add, what to call the new one.
         add: Directory of a finished run.
-        with_teacher: Pass on the run's teacher too, although it was given to the run (one that was trained for it always is).
+        with_teacher: Also publish a teacher that was given to the run (one that was trained in the run always is).
         folder: Where --add writes.
     """
     from sortrl.nets import zoo as entries

@@ -1,4 +1,4 @@
-"""Commands that show: a film, a report, a network for another program, what there is and how fast it is."""
+"""Commands that show or export: film, report, ONNX, tasks, benchmark, versions."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ def watch(
     Args:
         run: Directory of a run, or zoo:NAME.
         eps: Perturbation size, in the policy's input units [the one the policy was trained for].
-        attack: Name of an attack, or none.
+        attack: Name of an attack (as in sortrl evaluate), or none.
         seed: Chooses the episode.
         out: File to write [RUN/episode.gif; for zoo:NAME, runs/zoo-NAME/episode.gif].
-        max_steps: Stop after so many steps.
+        max_steps: Stop after this many steps.
         beside_teacher: Show the teacher under the same attack instead of the student's clean episode.
         threads: Threads to use [all cores].
         json: Write actions and radii of every step here.
@@ -139,7 +139,7 @@ def bench(json: Path | None = None, quick: bool = False) -> None:
 
 
 def info(json: Path | None = None) -> None:
-    """Versions, instruction set, threads, and which backends there are.
+    """Versions, instruction set, threads and available backends.
 
     Args:
         json: Write the same here.

@@ -6,11 +6,12 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+if TYPE_CHECKING:
+    import rich.progress
 
-Report = Callable[[dict[str, Any]], None]
+Progress = Callable[[dict[str, Any]], None]  # receives rows with a counter, ``total`` and measurements
 SECONDS_BETWEEN_LINES = 10.0
 _COUNTERS = ("step", "episodes", "states")
 
@@ -31,7 +32,7 @@ def describe_row(row: dict[str, Any]) -> str:
 
 
 @contextmanager
-def stage(title: str, quiet: bool = False) -> Iterator[Report]:
+def stage(title: str, quiet: bool = False) -> Iterator[Progress]:
     """Report one stage of work. The body receives a callable that takes rows with a counter and ``total``."""
     if quiet:
         yield lambda row: None
@@ -63,8 +64,9 @@ def _counter(row: dict[str, Any]) -> int:
     return next((int(row[name]) for name in _COUNTERS if name in row), 0)
 
 
-def _bar() -> Progress:
+def _bar() -> rich.progress.Progress:
     from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
     return Progress(
         TextColumn("{task.description}"),

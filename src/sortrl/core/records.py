@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypedDict, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -183,6 +183,34 @@ SPREAD = {
 }
 
 
+class EvalRow(TypedDict):
+    """One evaluation as files have it: what :meth:`EvalResult.to_json` returns."""
+
+    env_id: str
+    policy: str
+    attack: str
+    eps: float
+    mean: float
+    sem: float
+    std: float
+    iqm: float
+    iqm_interval: list[float]
+    spread: dict[str, str]
+    protocol: str
+    timing: str
+    attack_parameters: dict[str, object]
+    episodes: int
+    first_seed: int
+    returns: list[float]
+    steps: int
+    changed_share: float
+    attacked_share: float
+    certified_share: float | None
+    queries: int
+    gradients: int
+    seconds: float
+
+
 @dataclass(frozen=True)
 class EvalResult:
     """Returns of a fixed list of episodes, every one played to its end, and what happened on the way.
@@ -245,7 +273,7 @@ class EvalResult:
         """Share of the visited states whose action is certified at ``eps_unit``."""
         return None if self.radii is None else float((self.radii > self.eps_unit).mean())
 
-    def to_json(self) -> dict[str, object]:
+    def to_json(self) -> EvalRow:
         """Everything but the radii, as plain JSON values. Versions belong to the document that a row is written into."""
         return {
             "env_id": self.env_id,
@@ -288,7 +316,7 @@ _ROW_NUMBERS = {
 }
 
 
-def stored_rows(rows: Any, where: str | Path) -> list[dict[str, Any]]:
+def stored_rows(rows: Any, where: str | Path) -> list[EvalRow]:
     """Rows of :meth:`EvalResult.to_json`, read back from a file that may be damaged."""
     if not isinstance(rows, list):
         raise SortRLError(f"{where}: its rows are {type(rows).__name__}, expected a list. Delete it to measure again.")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -12,13 +11,13 @@ import torch
 
 from sortrl.core.errors import SortRLError
 from sortrl.core.limits import require
+from sortrl.core.progress import Progress
 from sortrl.core.records import Demonstrations, Transitions
 from sortrl.data.starts import Starts
 from sortrl.envs import EnvInfo, EnvSlots, describe
 from sortrl.teachers.load.load import check_fit
 from sortrl.teachers.teacher import Teacher
 
-Progress = Callable[[dict[str, Any]], None]
 _DRAWS = 24  # starts to choose from; one costs about as much as ten steps
 
 

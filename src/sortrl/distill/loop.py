@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -17,12 +16,11 @@ from sortrl.core.checkpoint import Checkpoint
 from sortrl.core.errors import SortRLError
 from sortrl.core.limits import require
 from sortrl.core.normalizer import Normalizer
+from sortrl.core.progress import Progress
 from sortrl.core.records import Demonstrations
 from sortrl.distill.config import PRESETS, DistillConfig
 from sortrl.distill.losses import imitation_loss, judged
 from sortrl.nets import BoundedConv, CertifiedPolicy, HybridPolicy, SortPolicy
-
-Progress = Callable[[dict[str, Any]], None]
 
 CONV_LEARNING_RATE = 0.001  # of bounded convolutions
 

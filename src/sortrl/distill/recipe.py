@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 from typing_extensions import Self
 
-from sortrl.core.progress import Report
+from sortrl.core.progress import Progress
 from sortrl.core.records import Demonstrations
 from sortrl.distill.config import PRESETS, DistillConfig
 from sortrl.distill.loop import Distilled, distill
@@ -33,7 +33,7 @@ class Work:
     """Perturbation to resist, unit space."""
     seed: int
     directory: Path
-    stage: Callable[[str, str], AbstractContextManager[Report]]
+    stage: Callable[[str, str], AbstractContextManager[Progress]]
     """Opens a stage of the run (its name in the record, its title on the screen) and gives what to report progress to."""
 
 
@@ -121,7 +121,7 @@ class SortRecipe(Recipe):
 
 
 @contextmanager
-def training_stage(work: Work, name: str) -> Iterator[tuple[Path, Report]]:
+def training_stage(work: Work, name: str) -> Iterator[tuple[Path, Progress]]:
     """The folder of a student's training, and where to report its progress: the screen, and TensorBoard's log."""
     from torch.utils.tensorboard import SummaryWriter  # slow to import, and only needed while training
 

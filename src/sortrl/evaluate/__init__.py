@@ -1,4 +1,4 @@
-"""What policies achieve: returns clean and under attack, suites of attacks, episodes to look at, a run-time monitor."""
+"""Evaluation: returns clean and under attack, attack suites, single recorded episodes, a run-time monitor."""
 
 from sortrl.attacks.valid import valid_range
 from sortrl.evaluate.monitor import Monitor

@@ -1,4 +1,4 @@
-"""Run-time monitoring: every decision's radius beside the environment, and a hand-over where it is too small."""
+"""Run-time monitoring: the certified radius of every decision, and a fallback where it is too small."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Uncertified:
 
 @dataclass(frozen=True)
 class EpisodeSummary:
-    """One episode, whole or so far: how much of it was certified, where it was closest to not being, its return."""
+    """One episode, whole or so far: certified share, smallest radius and its step, return."""
 
     eps_unit: float
     steps: int
@@ -47,7 +47,7 @@ class EpisodeSummary:
 
 
 class Monitor(gym.Wrapper[Any, Any, Any, Any]):
-    """Watches a certified policy play one environment; below ``eps`` it warns, hands over, or both.
+    """Gymnasium wrapper that logs the radius of every decision; where it is not above ``eps``, it warns, hands over, or both.
 
     ``eps`` is the l_inf size of the perturbations to be safe from, in unit space. ``fallback`` decides in place of the
     policy where its decision is not certified at eps: an object with ``predict``, a callable on one raw observation, or

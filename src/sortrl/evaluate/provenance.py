@@ -1,4 +1,4 @@
-"""Where a result comes from: versions, machine, code revision. Every published figure carries it."""
+"""Provenance of results: versions, machine, code revision. Every results file contains it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def sortrl_version() -> str:
 
 
 def versions() -> dict[str, str]:
-    """Versions of Python, sortrl and what it stands on; absent packages are left out."""
+    """Versions of Python, sortrl and its dependencies; packages that are not installed are left out."""
     found = {"python": platform.python_version(), "sortrl": sortrl_version()}
     for name in PACKAGES:
         try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
@@ -18,27 +18,27 @@ from sortrl.attacks import Aimed, Attack
 from sortrl.attacks.schedule import Timing
 from sortrl.attacks.valid import valid_range
 from sortrl.core.errors import SortRLError
+from sortrl.core.progress import Progress
 from sortrl.core.records import EvalResult, Policy
 from sortrl.envs import EnvSlots, Episode, play_episodes
 from sortrl.nets import CertifiedPolicy
 
 __all__ = ["episode_seeds", "evaluate", "evaluate_curve", "valid_range"]
 
-Progress = Callable[[dict[str, Any]], None]
 SEEDS_PER_RUN = 1_000_000  # episodes of different run seeds never coincide
-SMALL = 1 << 24  # weights times states below which a second thread costs more to wake than it saves
+SMALL = 1 << 24  # weights x states below which one thread is faster than two
 
 
 @dataclass(frozen=True)
 class _Answer:
-    """What is done in a state: the action, the radius at it, and whether an attack was tried and changed it."""
+    """The decision in a state: action, certified radius, whether an attack was run and whether it changed the action."""
 
     action: int
     radius: float | None
     attacked: bool
     changed: bool
     repeats: bool
-    """Whether the same observation would be answered in the same way again: nothing was drawn at random."""
+    """Whether the decision is deterministic, so that it can be reused when the observation recurs."""
 
 
 class _Episode(Episode):
@@ -47,15 +47,15 @@ class _Episode(Episode):
     def __init__(self, number: int, seed: int, obs: npt.NDArray[Any], eps: float) -> None:
         super().__init__(number, seed, obs)
         self.eps = eps
-        self.answer: _Answer | None = None  # to ``obs``, once it is known
-        self.known: dict[bytes, _Answer] = {}  # answers of this episode that would be given again
+        self.answer: _Answer | None = None  # the decision for ``obs``, once it is known
+        self.known: dict[bytes, _Answer] = {}  # deterministic decisions of this episode, by observation
         self.radii: list[float] = []
         self.actions: list[int] = []
         self.changed = self.attacked = 0
         self.queries = self.gradients = 0.0
 
     def decide(self) -> int:
-        """The action of the answer, which is noted."""
+        """Record the decision and return its action."""
         answer = self.answer
         assert answer is not None
         if answer.repeats:
@@ -68,14 +68,13 @@ class _Episode(Episode):
         return answer.action
 
     def see(self, obs: npt.NDArray[Any], reward: float) -> None:
-        """The next observation. A game that stands still or goes round in circles asks the same questions again, and gets
-        the same answers."""
+        """Take the next observation; if it occurred before in this episode, reuse the decision."""
         super().see(obs, reward)
         self.answer = self.known.get(_key(obs))
 
 
 def _key(obs: npt.NDArray[Any]) -> bytes:
-    """What tells observations apart."""
+    """Hash of an observation."""
     return hashlib.blake2b(obs.tobytes(), digest_size=16).digest()
 
 
@@ -104,10 +103,10 @@ def evaluate(
 ) -> EvalResult:
     """Play ``episodes`` greedy episodes, each observation perturbed by ``attack`` within ``eps`` (unit space).
 
-    The list of episodes is fixed and each is played to its end: nothing favours short ones. With ``skip_certified`` the
+    The list of episodes is fixed and each is played to its end, so that short episodes are not favoured. With ``skip_certified`` the
     attack is not run on states that are certified at eps, where it provably cannot change the action; the returns are
-    the same, sooner. So are they where an observation comes again in an episode and nothing random is involved: the answer is
-    the same, and is not computed again. ``when`` limits the attack to moments of its choice (:mod:`sortrl.attacks.schedule`).
+    the same. Decisions for observations that recur within an episode are reused where nothing random is involved.
+    ``when`` limits the attack to steps that it chooses (:mod:`sortrl.attacks.schedule`).
 
     >>> from sortrl.teachers import load_teacher
     >>> pushes_right = load_teacher(lambda obs: np.ones(len(obs), dtype=int), env_id="CartPole-v1")
@@ -143,10 +142,10 @@ def evaluate_curve(
     skip_certified: bool = True,
     progress: Progress | None = None,
 ) -> list[EvalResult]:
-    """:func:`evaluate` at several eps, one result each. The episodes of all of them are played side by side: a small
-    network takes hardly longer over many states than over a few.
+    """:func:`evaluate` at several eps, one result each. The episodes of all of them are played side by side: a larger
+    batch hardly costs a small network more time.
 
-    Costs (queries, gradients, seconds) are shared out by the states that were attacked.
+    Costs (queries, gradients, seconds) are divided among the results by attacked states.
     """
     if not eps_grid or len({*eps_grid}) < len(eps_grid) or not all(0 <= eps < float("inf") for eps in eps_grid):
         raise SortRLError(
@@ -222,7 +221,7 @@ def _result(
 
 @contextmanager
 def _threads_for(policy: Policy, states: int) -> Iterator[None]:
-    """One thread for a network so small that more would wait for each other."""
+    """One thread for a network so small that more threads would slow it down."""
     threads = torch.get_num_threads()
     if isinstance(policy, nn.Module) and len(policy.obs_shape) == 1:
         weights = sum(weight.numel() for weight in policy.parameters())
@@ -234,19 +233,19 @@ def _threads_for(policy: Policy, states: int) -> Iterator[None]:
 
 
 class _Player:
-    """Policy and attack together: what is done in which state."""
+    """The policy and the attack on it: decides in batches of states."""
 
     def __init__(self, policy: Policy, attack: Attack | None, skip_certified: bool, choose: Any, seed: int) -> None:
         self.policy, self.attack, self.skip_certified, self.choose = policy, attack, skip_certified, choose
         self.generator = torch.Generator().manual_seed(seed)
         self.low: Tensor | None = None
         self.high: Tensor | None = None
-        # A callable, or an agent that samples, may answer the same question in another way; a known network does not.
+        # A callable, or an agent that samples, may be random; a known network is deterministic.
         known = isinstance(policy, CertifiedPolicy) or getattr(policy, "architecture", None) is not None
         self.repeats = known and choose is None
 
     def answer(self, episodes: list[_Episode]) -> None:
-        """Decide what to do in the states that ``episodes`` are in."""
+        """Decide for the current states of ``episodes``."""
         if not episodes:
             return
         unit = self.policy.normalize(np.stack([episode.obs for episode in episodes]))

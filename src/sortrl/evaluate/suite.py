@@ -1,4 +1,4 @@
-"""A suite of attacks on a student and its teacher: every attack at every eps, and the worst of them, which is what counts."""
+"""A suite of attacks on a student and its teacher: every attack at every eps, and the worst of them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import shutil
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 from sortrl.attacks import Aimed, Attack, by_name, suite
 from sortrl.attacks.learned import LearnedAdversary, train_adversary
@@ -16,20 +16,51 @@ from sortrl.core.errors import SortRLError
 from sortrl.core.files import read_object, write_json
 from sortrl.core.identity import differences, fingerprint, named
 from sortrl.core.progress import stage
-from sortrl.core.records import PROTOCOL, Policy, stored_rows
+from sortrl.core.records import PROTOCOL, EvalRow, Policy, stored_rows
 from sortrl.envs import describe
 from sortrl.evaluate import provenance
 from sortrl.evaluate.returns import evaluate
 
 SCHEMA = 1
-LEARNED, LEARNED_LABEL = "learned", "learned adversary"  # what a list of attacks calls it, and what tables do
+LEARNED, LEARNED_LABEL = "learned", "learned adversary"  # its name in a list of attacks, and in tables
 ADVERSARY_STEPS = 200_000
-Row = dict[str, Any]
+
+
+class Skipped(TypedDict):
+    """Attacks that an agent was not exposed to, and why."""
+
+    policy: str
+    attacks: str
+    why: str
+
+
+class WorstRow(TypedDict):
+    """The attack under which an agent's mean return at one eps is lowest."""
+
+    policy: str
+    eps: float
+    attack: str
+    mean: float
+    sem: float
+    iqm: float
+
+
+class SuiteDocument(TypedDict):
+    """What :meth:`SuiteResult.to_json` returns."""
+
+    env_id: str
+    suite: str
+    eps: list[float]
+    episodes: int
+    seed: int
+    worst: list[WorstRow]
+    skipped: list[Skipped]
+    rows: list[EvalRow]
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One line of a suite: an attack, when it strikes, or an adversary that is trained for each agent and eps (None)."""
+    """One attack of a suite and its timing; ``attack`` None is an adversary that is trained for each agent and eps."""
 
     attack: Attack | None
     when: Timing | None = None
@@ -41,9 +72,9 @@ class Entry:
 
 @dataclass(frozen=True)
 class SuiteResult:
-    """What every attack did to every agent at every eps: rows of :meth:`sortrl.core.records.EvalResult.to_json`, with names.
+    """Results of every attack on every agent at every eps: rows of :meth:`sortrl.core.records.EvalResult.to_json`, with names.
 
-    ``skipped`` says which attacks an agent was spared and why.
+    ``skipped`` lists attacks that were not run on an agent, and why.
     """
 
     env_id: str
@@ -51,34 +82,39 @@ class SuiteResult:
     eps_units: tuple[float, ...]
     episodes: int
     seed: int
-    rows: tuple[Row, ...]
-    skipped: tuple[dict[str, str], ...] = ()
+    rows: tuple[EvalRow, ...]
+    skipped: tuple[Skipped, ...] = ()
 
     @property
     def policies(self) -> tuple[str, ...]:
         return tuple(dict.fromkeys(row["policy"] for row in self.rows))
 
-    def clean(self, policy: str) -> Row:
+    def clean(self, policy: str) -> EvalRow:
         return next(row for row in self.rows if row["policy"] == policy and row["eps"] == 0)
 
-    def at(self, policy: str, eps_unit: float) -> list[Row]:
+    def at(self, policy: str, eps_unit: float) -> list[EvalRow]:
         """The rows of one agent at one eps."""
         return [row for row in self.rows if row["policy"] == policy and row["eps"] == eps_unit]
 
-    def worst(self, policy: str, eps_unit: float) -> Row:
+    def worst(self, policy: str, eps_unit: float) -> EvalRow:
         """The row of the lowest mean return; clean play is among the candidates, as an adversary may do nothing."""
         return min([self.clean(policy), *self.at(policy, eps_unit)], key=lambda row: float(row["mean"]))
 
-    def to_json(self) -> dict[str, Any]:
-        worst = [
-            {
-                "policy": policy,
-                "eps": eps,
-                **{key: self.worst(policy, eps)[key] for key in ("attack", "mean", "sem", "iqm")},
-            }
-            for eps in self.eps_units
-            for policy in self.policies
-        ]
+    def to_json(self) -> SuiteDocument:
+        worst: list[WorstRow] = []
+        for eps in self.eps_units:
+            for policy in self.policies:
+                row = self.worst(policy, eps)
+                worst.append(
+                    {
+                        "policy": policy,
+                        "eps": eps,
+                        "attack": row["attack"],
+                        "mean": row["mean"],
+                        "sem": row["sem"],
+                        "iqm": row["iqm"],
+                    }
+                )
         return {
             "env_id": self.env_id,
             "suite": self.suite,
@@ -110,9 +146,9 @@ def evaluate_suite(
 
     ``chosen`` is the name of a suite or a list of attacks as :func:`sortrl.attacks.by_name` reads them, and
     "learned" for an adversary that is trained against each agent. ``path`` is where the
-    result is written, point by point: the same call goes on where it was stopped. An agent without gradients meets only
-    the attacks that need none, and ``skipped`` says so. ``play`` leaves out an agent whose rows are known already; attacks on
-    the student may still go by way of the teacher. A file of other agents, episodes or seeds is refused or, with ``again``, replaced.
+    result is written, point by point: the same call continues where it was stopped. An agent without gradients is attacked
+    only by attacks that need none (see ``skipped``). ``play`` leaves out an agent whose rows are known already; attacks on
+    the student may still use the teacher's gradients. A file of other agents, episodes or seeds is refused or, with ``again``, replaced.
     """
     if not eps_units or not all(0 < eps < float("inf") for eps in eps_units):
         raise SortRLError(f"evaluate_suite: eps {list(eps_units)}, expected one or more finite numbers > 0.")
@@ -168,20 +204,20 @@ def table(result: SuiteResult) -> str:
     return "\n".join(lines)
 
 
-def _cell(row: Row | None) -> str:
+def _cell(row: EvalRow | None) -> str:
     if row is None:
         return f"{'-':>20}{'-':>9}"
     return f"{row['mean']:>12.1f} ± {row['sem']:<5.1f}{row['changed_share']:>9.1%}"
 
 
-def _cost(row: Row | None) -> str:
+def _cost(row: EvalRow | None) -> str:
     if row is None:
         return ""
     return f"{row['queries'] / row['steps']:>12.1f}{row['gradients'] / row['steps']:>12.1f}{row['seconds']:>12.1f}"
 
 
 def entries(chosen: str | Sequence[str], teacher: Policy | None, env_id: str, policy: Policy) -> dict[str, Entry]:
-    """What a suite consists of, by name."""
+    """The attacks of a suite, by name."""
     if not isinstance(chosen, str):
         if not chosen:
             raise SortRLError("evaluate_suite: no attacks named; name a suite, or at least one attack.")
@@ -220,8 +256,8 @@ def why_not(policy: Policy, entry: Entry) -> str | None:
     return None
 
 
-def _spared(agents: Mapping[str, Policy], attacks: Mapping[str, Entry]) -> tuple[dict[str, str], ...]:
-    """What is not run, agent by agent and reason by reason."""
+def _spared(agents: Mapping[str, Policy], attacks: Mapping[str, Entry]) -> tuple[Skipped, ...]:
+    """The attacks that are not run, grouped by agent and reason."""
     spared: dict[tuple[str, str], list[str]] = {}
     for agent, policy in agents.items():
         for label, entry in attacks.items():
@@ -252,7 +288,7 @@ def _adversary(
 def _identity(
     env_id: str, episodes: int, seed: int, agents: Mapping[str, Policy], adversary_steps: int
 ) -> dict[str, Any]:
-    """What rows of an earlier call must have in common with this one to be taken over."""
+    """Settings that must be equal for stored rows to be reused."""
     return {
         "env_id": env_id,
         "episodes": episodes,
@@ -263,12 +299,12 @@ def _identity(
 
 
 class _File:
-    """The result on disk, if it is to be kept: rows that are there need not be played again."""
+    """The result file (if a path is given): rows that it has are not computed again."""
 
     def __init__(self, path: Path | None, identity: dict[str, Any], again: bool = False) -> None:
         self.path = path
         self.identity = identity
-        self.rows: list[Row] = []
+        self.rows: list[EvalRow] = []
         if path is not None and path.exists():
             document = read_object(path)
             found = differences(document.get("identity"), identity)
@@ -286,7 +322,7 @@ class _File:
         """Where trained adversaries go: beside the file, under its name."""
         return None if self.path is None else self.path.with_suffix("")
 
-    def find(self, policy: str, attack: str, eps: float) -> Row | None:
+    def find(self, policy: str, attack: str, eps: float) -> EvalRow | None:
         wanted = (policy, attack, eps)
         return next((row for row in self.rows if (row["policy"], row["attack"], row["eps"]) == wanted), None)
 

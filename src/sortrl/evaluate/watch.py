@@ -1,4 +1,4 @@
-"""An episode to look at: what happened step by step, with its radii, and what it looked like."""
+"""One recorded episode: actions, radii and attacks step by step, and rendered frames."""
 
 from __future__ import annotations
 

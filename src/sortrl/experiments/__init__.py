@@ -5,14 +5,14 @@ from __future__ import annotations
 from sortrl.experiments.atari import atari_table
 from sortrl.experiments.atari import table_lines as atari_lines
 from sortrl.experiments.atari_figures import fig2, fig3
-from sortrl.experiments.campaigns import reliability
-from sortrl.experiments.campaigns import summary as reliability_summary
 from sortrl.experiments.certificates import certificates
 from sortrl.experiments.compute import compute
 from sortrl.experiments.compute import table_lines as compute_lines
 from sortrl.experiments.figure1 import fig1
 from sortrl.experiments.procgen import procgen_table
 from sortrl.experiments.procgen import table_lines as procgen_lines
+from sortrl.experiments.reliability import reliability
+from sortrl.experiments.reliability import summary as reliability_summary
 from sortrl.experiments.teachers import table_lines as teachers_lines
 from sortrl.experiments.teachers import teachers_table
 

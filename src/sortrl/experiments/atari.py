@@ -1,9 +1,9 @@
-"""Tables 1 and 3: returns on four Atari games, of our students, of their teacher, and of the teacher behind rounded pixels.
+"""Tables 1 and 3: returns on four Atari games, of our students, of their teacher, and of the teacher on quantised pixels.
 
 The protocol is that of the literature ("84"; see :mod:`sortrl.envs.atari`): test environments with raw rewards and all lives, 20
 greedy episodes with the seeds 0 to 19, at most 10,000 steps each, mean and standard error over episodes. Table 1 has PGD-10.
 Table 3 has larger eps and reports the worst of four attacks; each of them is a cell of its own. Beside table 1, the clean
-return when actions are repeated by accident tells skill from memory: the 20 episodes are the same for everybody.
+return with sticky actions tells skill from memorised episodes: the 20 episodes are the same for all agents.
 """
 
 from __future__ import annotations
@@ -27,7 +27,19 @@ from sortrl.envs.registry import ATARI_STEPS
 from sortrl.envs.registry import STICKY as STICKY_ACTIONS
 from sortrl.evaluate.returns import evaluate
 from sortrl.experiments import quoted
-from sortrl.experiments.cells import CellTable, Found, cell_text, figure, file_name, measured
+from sortrl.experiments.cells import (
+    CellFields,
+    CellTable,
+    Facts,
+    Found,
+    Quoted,
+    TableDocument,
+    WorstFound,
+    cell_text,
+    figure,
+    file_name,
+    measured,
+)
 from sortrl.experiments.figure1 import Scale
 from sortrl.nets import CertifiedPolicy, zoo
 from sortrl.runs.config import Preset, robustify_config
@@ -48,7 +60,7 @@ OURS: dict[str, Preset] = {
     MEMORY: "memory",
 }  # students, and the presets that make them
 AGENTS = (*OURS, TEACHER, QUANTIZED)
-STICKY = "sticky"  # in place of an attack: nobody attacks, but actions are repeated by accident
+STICKY = "sticky"  # in place of an attack: clean play with sticky actions
 
 SEED = 0  # episodes 0 to 19
 LEVELS = (0, 1, 3, 5)
@@ -68,15 +80,15 @@ class Size:
 
     episodes: int
     stronger_episodes: int
-    """Of our students in table 3; they are attacked where they are not certified, and that is in few states."""
+    """Episodes of our students in table 3; they are attacked only in uncertified states, of which there are few."""
     stronger_others: int
-    """Of the other agents there, on which those attacks cost up to a hundred times as much as play."""
+    """Episodes of the other agents in table 3, where those attacks cost up to a hundred times as much as clean play."""
     starts: int
     """Random starts of its two -Multi attacks per state; a thousand take a student about 3 seconds on one core."""
 
 
 SIZES: dict[str, Size] = {"smoke": Size(1, 1, 1, 2), "cpu": Size(20, 20, 5, 10), "paper": Size(20, 20, 20, 1000)}
-# They learn nothing: two episodes at least, one of which is held out; or enough of them to meet a start again.
+# Too small to learn anything: at least two episodes, one of which is held out; or enough that a start state recurs.
 SMOKE_STUDENTS: dict[str, dict[str, Any]] = {
     STUDENT: {"steps": 5, "batch": 16, "dagger_rounds": 0, "collect": CollectConfig(states=5000)},
     ROUNDED: {"steps": 5, "batch": 16, "dagger_rounds": 0, "collect": CollectConfig(states=5000)},
@@ -108,7 +120,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Player:
-    """An agent of a table, and the teacher it goes back to, whose values tell bad actions from good ones."""
+    """An agent of a table, and the teacher it was made from, whose action values targeted attacks use."""
 
     policy: Teacher | CertifiedPolicy
     teacher: Teacher
@@ -136,7 +148,7 @@ def atari_table(
     teachers: Path | None = None,
     progress: Callable[[str], None] = print,
     agent: str | None = None,
-) -> dict[str, Any]:
+) -> TableDocument:
     """Compute the cells that are missing, of one game or agent or of all, and write the table of all after each of them."""
     derived = _with_worst if table == "table3" else None
     return CellTable(table, scale, cells(table), work / scale, out, _facts(table, SIZES[scale]), derived).fill(
@@ -237,8 +249,8 @@ def _attack(name: str, values: Teacher, starts: int) -> Attack | None:
     return None if name in ("none", STICKY) else attacks.by_name(name)
 
 
-def _facts(table: Table, size: Size) -> dict[str, Any]:
-    """What is to be said of all cells of a table."""
+def _facts(table: Table, size: Size) -> Facts:
+    """Protocol, attacks and quoted figures of a table."""
     one = table == "table1"
     return {
         "attacks": ["pgd-10"] if one else list(STRONGER),
@@ -255,7 +267,7 @@ def _facts(table: Table, size: Size) -> dict[str, Any]:
     }
 
 
-def _quoted(table: dict[tuple[str, str], quoted.Partial], with_acr: bool) -> list[dict[str, Any]]:
+def _quoted(table: dict[tuple[str, str], quoted.Partial], with_acr: bool) -> list[Quoted]:
     return [
         {
             "game": game,
@@ -268,30 +280,39 @@ def _quoted(table: dict[tuple[str, str], quoted.Partial], with_acr: bool) -> lis
     ]
 
 
-def _with_worst(found: list[Found]) -> Found:
+def _with_worst(found: list[Found]) -> Facts:
     return {"worst": worst(found)}
 
 
-def worst(found: list[Found]) -> list[dict[str, Any]]:
+def worst(found: list[Found]) -> list[WorstFound]:
     """Of each game, agent and eps the attack under which the mean return is lowest, among those computed so far."""
     groups: dict[tuple[str, str, int], list[Found]] = {}
     for entry in found:
         cell = entry["cell"]
         groups.setdefault((cell["game"], cell["agent"], cell["level"]), []).append(entry)
-    rows = []
+    rows: list[WorstFound] = []
     for (game, agent, level), tried in groups.items():
         lowest = min(tried, key=lambda entry: float(entry["mean"]))
-        kept = {key: lowest[key] for key in ("attack", "mean", "sem", "episodes")}
-        rows.append({"game": game, "agent": agent, "level": level, **kept, "attacks_tried": len(tried)})
+        rows.append(
+            {
+                "game": game,
+                "agent": agent,
+                "level": level,
+                "attack": lowest["attack"],
+                "mean": lowest["mean"],
+                "sem": lowest["sem"],
+                "episodes": lowest["episodes"],
+                "attacks_tried": len(tried),
+            }
+        )
     return rows
 
 
-def table_lines(results: dict[str, Any], with_quoted: bool = True) -> list[str]:
+def table_lines(results: TableDocument, with_quoted: bool = True) -> list[str]:
     """The table in Markdown, under a line that says what it shows: measured rows, then those that the paper prints."""
     stronger, levels = "worst" in results, results["levels"]
-    rows: dict[tuple[str, str], dict[int, dict[str, Any]]] = {}
-    for entry in results["worst"] if stronger else results["cells"]:
-        where = entry if stronger else entry["cell"]
+    rows: dict[tuple[str, str], dict[int, Found | WorstFound]] = {}
+    for where, entry in _places(results):
         if where["attack"] == STICKY:
             continue
         rows.setdefault((where["game"], where["agent"]), {})[where["level"]] = entry
@@ -303,7 +324,8 @@ def table_lines(results: dict[str, Any], with_quoted: bool = True) -> list[str]:
             if by_level is None:
                 continue
             texts = [_text(by_level.get(k), results["episodes"], len(results["attacks"])) for k in levels]
-            share = by_level.get(0, {}).get("certified", {}).get("1")
+            clean = by_level.get(0)
+            share = clean["certified"].get("1") if clean is not None and "certified" in clean else None
             texts += [] if stronger else ["" if share is None else f"{math.floor(share * 1e4) / 100:.2f}%"]
             lines.append(f"| {game} | {_bold(agent)} | {' | '.join(texts)} |")
         shown = with_quoted and any(key[0] == game for key in rows)
@@ -312,8 +334,15 @@ def table_lines(results: dict[str, Any], with_quoted: bool = True) -> list[str]:
     return lines
 
 
-def sticky_lines(results: dict[str, Any]) -> list[str]:
-    """Clean returns, and those when actions are repeated by accident, in Markdown; empty if nobody has played so."""
+def _places(results: TableDocument) -> list[tuple[CellFields | WorstFound, Found | WorstFound]]:
+    """What a table shows and where: the worst of several attacks, or every cell."""
+    if "worst" in results:
+        return [(entry, entry) for entry in results["worst"]]
+    return [(entry["cell"], entry) for entry in results["cells"]]
+
+
+def sticky_lines(results: TableDocument) -> list[str]:
+    """Clean returns without and with sticky actions, in Markdown; empty if none was measured."""
     clean, sticky = (
         {(e["cell"]["game"], e["cell"]["agent"]): e for e in results["cells"] if e["cell"]["attack"] == attack}
         for attack in ("none", STICKY)
@@ -331,7 +360,7 @@ def _bold(agent: str) -> str:
     return f"**{agent}**" if agent in OURS else agent
 
 
-def _caption(results: dict[str, Any]) -> str:
+def _caption(results: TableDocument) -> str:
     episodes = f"{results['episodes']} episodes per cell, fewer where it is said"
     if results["starts"] is None:
         return f"Mean return ± standard error under PGD-10, {results['episodes']} episodes per cell."
@@ -342,7 +371,7 @@ def _caption(results: dict[str, Any]) -> str:
     )
 
 
-def _text(entry: dict[str, Any] | None, episodes: int, attacks_wanted: int) -> str:
+def _text(entry: Found | WorstFound | None, episodes: int, attacks_wanted: int) -> str:
     """A cell; of the worst of several attacks also its name, and how many were tried where some are missing."""
     text = cell_text(entry, episodes)
     if entry is None or "attacks_tried" not in entry:
@@ -351,7 +380,7 @@ def _text(entry: dict[str, Any] | None, episodes: int, attacks_wanted: int) -> s
     return f"{text} ({entry['attack']}{'' if tried == attacks_wanted else f'; {tried} of {attacks_wanted} attacks'})"
 
 
-def _quoted_line(row: dict[str, Any], levels: list[int], stronger: bool) -> str:
+def _quoted_line(row: Quoted, levels: list[int], stronger: bool) -> str:
     printed = dict(zip(row["levels"], row["figures"], strict=True))
     texts = ["" if printed.get(k) is None else figure(*printed[k]) for k in levels]
     texts += [] if stronger else ["" if row["acr_percent"] is None else f"{row['acr_percent']:.2f}%"]

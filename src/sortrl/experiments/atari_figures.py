@@ -1,7 +1,7 @@
-"""Figures 2 and 3: what tables 1 and 3 say of Atari, drawn from their JSON alone.
+"""Figures 2 and 3: the Atari results of tables 1 and 3, drawn from their JSON files.
 
-Figure 2 averages normalised scores over games: how much of the way from random play to a human, or to an agent's own clean
-play, is left under PGD-10. Figure 3 has the returns of every game against eps: PGD-10 up to 5/255, the worst of four attacks
+Figure 2 averages normalised scores over games: 0 is random play, 1 is human play or
+the agent's own clean play, under PGD-10. Figure 3 has the returns of every game against eps: PGD-10 up to 5/255, the worst of four attacks
 beyond. Rows that the paper prints are drawn thin.
 """
 
@@ -190,8 +190,8 @@ def _ours(measured: Curves, game: str, levels: list[int]) -> bool:
 
 
 def _scores(curves: Curves, agent: str, games: list[str], levels: list[int], by: str) -> list[dict[str, Any]] | None:
-    """The mean of the normalised scores at every eps; None for an agent that plays no better than at random when clean: of such
-    play there is no share to lose."""
+    """The mean of the normalised scores at every eps; None for an agent whose clean play is no better than random, because its
+    score cannot be normalised."""
     points = []
     for level in levels:
         scores, errors = [], []

@@ -1,8 +1,8 @@
 """Tables made cell by cell: every cell is kept in a file of its own, and the table is written anew after each of them.
 
 A stopped reproduction therefore continues where it was, and what is there so far can be read at any time. Cells that stand in
-the table already are not computed again either, on whatever machine that was. Each names the agents it goes back to by their
-weights, so that a table never mixes two students of one game.
+the table already are not computed again either, even if another machine computed them. Each cell has the fingerprints of
+its agents' weights, so that a table never mixes two students of one game.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypedDict, TypeVar, cast, final
 
 from torch import nn
 
@@ -18,12 +18,86 @@ from sortrl.certify import certified_shares, proven_mean
 from sortrl.core.errors import SortRLError
 from sortrl.core.files import read_json, read_object, write_json
 from sortrl.core.identity import fingerprint
-from sortrl.core.records import EvalResult
+from sortrl.core.records import EvalResult, EvalRow
 from sortrl.evaluate import provenance
 
-Found = dict[str, Any]
-"""A cell as its file has it: the fields of the cell under "cell", then what was measured, by which agents ("agents": name and
-fingerprint) and where ("computed")."""
+
+class CellFields(TypedDict, total=False):
+    """The fields of a cell; which of them there are depends on the table."""
+
+    game: str
+    agent: str
+    attack: str
+    level: int
+    levels: str
+    share: float
+
+
+class _Measured(EvalRow):
+    cell: CellFields
+
+
+@final
+class Found(_Measured, total=False):
+    """A cell as its file has it: the cell, what was measured, by which agents (name and fingerprint) and where."""
+
+    certified: dict[str, float]
+    proven: dict[str, float]
+    agents: Mapping[str, str]
+    computed: dict[str, str]
+    states: int
+    tries: int
+    memories: int
+
+
+@final
+class WorstFound(TypedDict):
+    """Of one game, agent and level the attack under which the mean return is lowest."""
+
+    game: str
+    agent: str
+    level: int
+    attack: str
+    mean: float
+    sem: float
+    episodes: int
+    attacks_tried: int
+
+
+class Quoted(TypedDict, total=False):
+    """A row that a paper prints: (mean, SEM) per level, None where it has no figure."""
+
+    game: str
+    agent: str
+    levels: Any
+    figures: list[list[Any] | None]
+    acr_percent: float | None
+
+
+class Facts(TypedDict, total=False):
+    """Facts that hold for all cells of a table; which keys there are depends on the table."""
+
+    protocol: str
+    attack: str
+    attacks: list[str]
+    levels: list[int]
+    episodes: int
+    starts: int | None
+    experts: str
+    quoted: list[Quoted]
+    worst: list[WorstFound]
+
+
+class TableDocument(Facts):
+    """A table as its file has it."""
+
+    schema: int
+    table: str
+    scale: str
+    missing: list[str]
+    versions: dict[str, str]
+    machine: dict[str, Any]
+    cells: list[Found]
 
 
 class Cell(Protocol):
@@ -51,10 +125,10 @@ class CellTable(Generic[C]):
     cells: Collection[C]
     folder: Path
     out: Path
-    facts: Mapping[str, Any]
-    """What is to be said of all cells: protocol, attacks, figures quoted."""
-    derived: Callable[[list[Found]], Mapping[str, Any]] | None = None
-    """What follows from the cells that are there."""
+    facts: Facts
+    """Facts of all cells: protocol, attacks, figures quoted."""
+    derived: Callable[[list[Found]], Facts] | None = None
+    """Computed from the cells so far, for example the worst attack."""
 
     @property
     def path(self) -> Path:
@@ -100,11 +174,12 @@ class CellTable(Generic[C]):
             raise SortRLError(f"{self.path} is not a table of cells. Delete it, or name another --out.")
         return cells
 
-    def write(self) -> dict[str, Any]:
+    def write(self) -> TableDocument:
         """The table as far as it is computed. Before the first cell there is none to write."""
         found = self.found()
         there = [entry["cell"] for entry in found]
-        results = {
+        derived: Facts = self.derived(found) if self.derived else {}
+        results: TableDocument = {
             "schema": 1,
             "table": self.name,
             "scale": self.scale,
@@ -112,7 +187,7 @@ class CellTable(Generic[C]):
             "missing": [cell.name for cell in self.cells if asdict(cell) not in there],  # type: ignore[call-overload]
             "versions": provenance.versions(),
             "machine": provenance.machine(),
-            **(self.derived(found) if self.derived else {}),
+            **derived,
             "cells": found,
         }
         if found:
@@ -127,7 +202,7 @@ class CellTable(Generic[C]):
         progress: Callable[[str], None],
         game: str | None = None,
         agent: str | None = None,
-    ) -> dict[str, Any]:
+    ) -> TableDocument:
         """Compute the cells that are missing, of one game or agent or of all, and write the table after each.
 
         ``made_of`` gives the networks that a cell goes back to, by the names of their agents.
@@ -143,7 +218,7 @@ class CellTable(Generic[C]):
                 key, player = (cell.game, cell.agent), agent_of(cell)  # one in memory at a time
             agents = {name: fingerprint(network) for name, network in made_of(cell, player).items()}
             self._check_same(cell.game, agents)
-            found = {**compute(cell, player), "agents": agents, "computed": _where()}
+            found: Found = {**compute(cell, player), "agents": agents, "computed": _where()}
             write_json(self.kept_in(cell), found)
             results = self.write()
             done = f"{len(results['cells'])} cells, {len(results['missing'])} missing"
@@ -172,7 +247,7 @@ def measured(cell: Any, result: EvalResult, certified_at: Sequence[int], least_r
 
     With the least return that an episode can have, also what the mean is proven to be at least.
     """
-    found: Found = {"cell": asdict(cell), **result.to_json()}
+    found = cast(Found, {"cell": asdict(cell), **result.to_json()})
     if result.radii is not None and result.eps_unit == 0:
         sizes = [k / 255 for k in certified_at]
         found["certified"] = dict(zip(map(str, certified_at), certified_shares(result, sizes), strict=True))
@@ -201,7 +276,7 @@ def figure(mean: float, sem: float | None = None) -> str:
     return f"{mean:.{digits}f}" + ("" if sem is None else f" ± {sem:.{digits}f}")
 
 
-def cell_text(found: Found | None, usual_episodes: int) -> str:
+def cell_text(found: Found | WorstFound | None, usual_episodes: int) -> str:
     """A cell in Markdown; empty if it is not computed yet, and with its episodes where they are fewer than usual."""
     if found is None:
         return ""

@@ -1,7 +1,7 @@
-"""Return against compute: what a student that remembers gains from more tries of its teacher.
+"""Return against compute: how the nearest-neighbour (memory) student improves with more teacher episodes.
 
-All of its cost is playing: states are tries, and tries are hours. Each point takes the first part of what the student of tables 2
-and 4 was made of, makes a student of that alone and plays the 200 training levels.
+Nearly all of its cost is playing episodes. Each point takes the first part of the data of the student of tables 2 and 4, makes
+a student of that part and plays the 200 training levels.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -18,7 +17,7 @@ from sortrl.baselines.memory.remember import best_episodes, remember
 from sortrl.core.records import Demonstrations
 from sortrl.data.dataset import select, split
 from sortrl.evaluate.returns import evaluate
-from sortrl.experiments.cells import CellTable, Found, cell_text, file_name, measured
+from sortrl.experiments.cells import CellTable, Facts, Found, TableDocument, cell_text, file_name, measured
 from sortrl.experiments.experts import find_folder
 from sortrl.experiments.figure1 import Scale
 from sortrl.experiments.procgen import (
@@ -61,18 +60,22 @@ def compute(
     work: Path = Path("runs/procgen"),
     teachers: Path | None = None,
     progress: Callable[[str], None] = print,
-) -> dict[str, Any]:
+) -> TableDocument:
     """Measure the points that are missing, and write ``compute.json`` after each of them."""
     folder = find_folder(teachers, "procgen", PUBLISHED["Jumper"][TEACHER])
     points = [Point(name, share) for name in GAMES for share in SHARES]
-    facts = {"protocol": f"clean greedy play on the training levels, seed {TEST_SEED}; see table2.json"}
+    facts: Facts = {"protocol": f"clean greedy play on the training levels, seed {TEST_SEED}; see table2.json"}
 
     def measure(point: Point, whole: _Source) -> Found:
         part = first_part(whole.data, point.share)
         episodes = best_episodes(part)
         result = evaluate(whole.student_of(episodes), part.env_id, None, 0.0, SCALES[scale].student, TEST_SEED)
-        sizes = {"states": len(part), "tries": len(np.unique(part.episodes)), "memories": len(episodes)}
-        return measured(point, result, CERTIFIED_AT, LEAST_RETURN) | sizes
+        return {
+            **measured(point, result, CERTIFIED_AT, LEAST_RETURN),
+            "states": len(part),
+            "tries": len(np.unique(part.episodes)),
+            "memories": len(episodes),
+        }
 
     return CellTable("compute", scale, points, work / scale, out, facts).fill(
         lambda point: _source(point.game, work, folder, scale, progress),
@@ -85,7 +88,7 @@ def compute(
 
 @dataclass(frozen=True)
 class _Source:
-    """What the student of the tables was made of, and how."""
+    """Teacher and data of the student of the tables, and the function that makes a student of episodes."""
 
     teacher: Teacher
     data: Demonstrations
@@ -110,11 +113,11 @@ def first_part(demos: Demonstrations, share: float) -> Demonstrations:
     return select(demos, np.isin(demos.episodes, kept))
 
 
-def table_lines(results: dict[str, Any]) -> list[str]:
+def table_lines(results: TableDocument) -> list[str]:
     """The points in Markdown."""
     lines = ["| game | states played | tries | states kept | clean return | proven at 5/255 |", "|---" * 6 + "|"]
     for found in results["cells"]:
-        numbers = " | ".join(f"{found[key]:,}" for key in ("states", "tries", "memories"))
+        numbers = f"{found['states']:,} | {found['tries']:,} | {found['memories']:,}"
         text = cell_text(found, USUAL_EPISODES)
         lines.append(f"| {found['cell']['game']} | {numbers} | {text} | {found['proven']['5']:.2f} |")
     return lines

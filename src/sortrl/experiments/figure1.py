@@ -5,15 +5,15 @@ eps in their own input units (raw for CartPole and LunarLander, normalised for A
 "normalised": teachers with observation normalisation, eps in standard deviations.
 
 The work is cut into units (protocol, task, agent, seed, adversary), each kept in a file of its own: a stopped reproduction
-continues, and a finished one is only drawn again. Units that stand in the figure already, on whatever machine they were computed,
-are kept as well, as long as their settings are today's.
+continues, and a finished one is only drawn again. Units that stand in the figure already, even from another machine,
+are kept as well, as long as their settings are the current ones.
 """
 
 from __future__ import annotations
 
 import multiprocessing
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -25,23 +25,121 @@ from sortrl import attacks
 from sortrl.attacks import suite
 from sortrl.certify import certified_shares
 from sortrl.core.errors import SortRLError
-from sortrl.core.files import read_json, write_json
-from sortrl.core.identity import fingerprint
+from sortrl.core.files import read_json, read_object, write_json
+from sortrl.core.identity import differences, fingerprint
 from sortrl.core.records import Policy
 from sortrl.evaluate import provenance
 from sortrl.evaluate.returns import evaluate_curve
 from sortrl.evaluate.suite import evaluate_suite
-from sortrl.experiments.earlier import earlier_units, is_current
 from sortrl.experiments.experts import expert, find_teachers
-from sortrl.experiments.settings import EPS_GRID, PLANS, PRINTED_EPS, PROTOCOLS, SETTINGS, TASKS, Plan
 from sortrl.nets import CertifiedPolicy
 from sortrl.report.figures import panels, save
 from sortrl.runs.config import RobustifyConfig, robustify_config
 from sortrl.runs.measure import SLOTS
 from sortrl.runs.run import open_run
-from sortrl.teachers import Teacher
+from sortrl.teachers import HardenConfig, SteadyConfig, Teacher
 
 Scale = Literal["smoke", "cpu", "paper"]
+PROTOCOLS = ("paper", "normalised")
+TASKS = ("CartPole-v1", "Acrobot-v1", "MountainCar-v0", "LunarLander-v3")
+EPS_GRID = tuple(round(0.02 * k, 2) for k in range(11))
+
+# Where students differ from the task's defaults, which are made for normalising teachers; chosen on validation episodes.
+SETTINGS: dict[tuple[str, str], dict[str, Any]] = {
+    ("paper", "CartPole-v1"): {
+        "eps": 0.05,
+        "scale": 5.0,
+        "smoothing": 0.2,
+        "noise": 0.2,
+        "lambda_end": 1.0,
+        "dagger_rounds": 2,
+    },
+    ("paper", "Acrobot-v1"): {
+        "eps": 0.15,
+        "noise": 0.2,
+        "smoothing": 0.0,
+        "dagger_rounds": 1,
+        "start_radius": 0.3,
+        "candidates": 4,
+        "choose_eps": (0.1,),  # the eps at which its return is closest to the target
+        "choose_episodes": 200,
+    },
+    ("paper", "MountainCar-v0"): {
+        "eps": 0.1,
+        "scale": 2.0,
+        "smoothing": 0.05,
+        "noise": 0.15,
+        "lambda_end": 0.03,
+        "dagger_rounds": 2,
+        "dagger_eps": 0.15,
+    },
+    ("paper", "LunarLander-v3"): {
+        "eps": 0.04,
+        "scale": 4.0,
+        "smoothing": 0.03,
+        "noise": 0.05,
+        "lambda_end": 1.0,
+        "steps": 3000,
+        "dagger_rounds": 6,
+        "dagger_states": 30_000,
+        "dagger_eps": 0.15,
+        "harden": HardenConfig(eps=0.2),
+        "candidates": 3,
+        "choose_episodes": 200,  # chosen by clean return: choosing by attacked return lowers it
+    },
+    # A low-sensitivity teacher is followed closely: no label smoothing, and full weight of the cross-entropy to the end.
+    ("normalised", "CartPole-v1"): {
+        "eps": 0.1,
+        "smoothing": 0.0,
+        "noise": 0.2,
+        "lambda_end": 1.0,
+        "steady": SteadyConfig(eps=0.12, eps_attack=0.2, generations=60),
+    },
+}
+
+# The recipe as printed is trained for the same eps as ours, except where ours was changed later.
+PRINTED_EPS = {"LunarLander-v3": 0.03}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How much of the figure to compute."""
+
+    episodes: int
+    eps_grid: tuple[float, ...]
+    seeds: int
+    """Students of our recipe per task."""
+    paper_seeds: int
+    """Students of the recipe as printed (5 x 640) per task, in the paper's protocol."""
+    paper_episodes: int
+    paper_eps_grid: tuple[float, ...]
+    suite_episodes: int
+    suite_eps_grid: tuple[float, ...]
+    """eps at which the expert and the first student are also evaluated under all attacks."""
+    suite_protocols: tuple[str, ...] = PROTOCOLS
+    adversary_steps: int = 200_000
+    """Training steps of the learned adversary against each of them."""
+    changes: tuple[tuple[str, Any], ...] = ()
+    suite: str | tuple[str, ...] = "full"
+    """The attack suite, or names of attacks."""
+
+
+COARSE = (0.0, 0.06, 0.1, 0.2)
+TINY: tuple[tuple[str, Any], ...] = (
+    ("steps", 20),
+    ("width", 16),
+    ("dagger_rounds", 0),
+    ("harden", None),
+    ("steady", None),
+    ("candidates", 1),
+)
+PLANS: dict[str, Plan] = {
+    "smoke": Plan(
+        2, (0.0, 0.1), 1, 1, 2, (0.0, 0.1), 2, (0.1,), PROTOCOLS, 2_000, TINY, ("pgd-10", "fgsm", "noise", "learned")
+    ),
+    "cpu": Plan(50, EPS_GRID, 3, 1, 20, COARSE, 10, (0.1, 0.2), ("paper",), 60_000),
+    "paper": Plan(50, EPS_GRID, 3, 3, 50, EPS_GRID, 50, EPS_GRID[1:]),
+}
 TEST_SEED = 1500  # settings were chosen on the episodes of other seeds
 SUITE_COLUMNS = (
     "policy",
@@ -64,7 +162,7 @@ STYLES = {
 
 @dataclass(frozen=True)
 class Unit:
-    """One agent and what it meets: PGD-10 along the whole curve, or every attack there is (its expert too) at some points."""
+    """One agent and its evaluation: PGD-10 at every eps, or the whole attack suite (on its expert too) at some eps."""
 
     protocol: str
     task: str
@@ -111,7 +209,7 @@ def agent_of(unit: Unit, plan: Plan, work: Path, folder: Path, published: Path |
 
 
 def _shared(unit: Unit, folder: Path) -> Path:
-    """Where students of all seeds find what was made of their expert."""
+    """Folder of what depends on the expert only, shared by the students of all seeds."""
     return folder / "teachers" / f"{unit.protocol}-{unit.task}-{unit.agent}"
 
 
@@ -137,7 +235,7 @@ def compute(unit: Unit, plan: Plan, work: Path, folder: Path, published: Path | 
 def _under_suites(unit: Unit, plan: Plan, student: Policy, teacher: Policy, folder: Path) -> dict[str, Any]:
     """The worst of all attacks, and of those that the paper and its rivals report, on student and expert.
 
-    Another student of the same expert leaves what is known of the expert as it is.
+    Rows of the expert are reused for other students of the same expert.
     """
     path, known = folder / "suites" / f"{unit.name}.json", _known_expert(unit, folder)
     expert_rows = read_json(known) if known.exists() else []
@@ -158,7 +256,8 @@ def _under_suites(unit: Unit, plan: Plan, student: Policy, teacher: Policy, fold
     for name, members in (("PGD-10", {"PGD-10"}), ("paper", {*suite("paper", teacher)}), ("full", None)):
         part = [row for row in full.rows if members is None or row["attack"] in {*members, "none"}]
         worst[name] = replace(full, rows=tuple(part)).to_json()["worst"]
-    rows = [{key: row[key] for key in SUITE_COLUMNS} for row in full.rows]
+    every: tuple[Mapping[str, object], ...] = full.rows
+    rows = [{key: row[key] for key in SUITE_COLUMNS} for row in every]
     return {"rows": rows, "worst": worst}
 
 
@@ -182,7 +281,7 @@ def fig1(
     def missing() -> list[Unit]:
         return [unit for unit in wanted if task in (None, unit.task) and not (folder / f"{unit.name}.json").exists()]
 
-    # Experts are made here: a worker that waits for another to make one does nothing else.
+    # Experts are trained here, so that no worker process waits for another to train one.
     for protocol, name in dict.fromkeys((unit.protocol, unit.task) for unit in missing()):
         teacher = expert(protocol, name, work, published)
         _drop_others(wanted, protocol, name, fingerprint(teacher), published is not None, folder)
@@ -201,6 +300,35 @@ def fig1(
         draw(results, out / "fig1.png")
         progress(f"fig1: {out / 'fig1.json'} and {out / 'fig1.png'} written, {len(there)} of {len(wanted)} units")
     return results
+
+
+def earlier_units(path: Path, scale: str) -> list[dict[str, Any]]:
+    """The units of a figure as it was last written; none if there is no such file."""
+    if not path.exists():
+        return []
+    figure = read_object(path)
+    if figure.get("scale") != scale:
+        raise SortRLError(
+            f"{path} is a figure of scale {figure.get('scale')}; one of scale {scale} needs another --out."
+        )
+    found = figure.get("units")
+    if not isinstance(found, list) or not all(isinstance(u, dict) and isinstance(u.get("unit"), dict) for u in found):
+        raise SortRLError(f"{path} is not a figure made of units. Delete it, or name another --out.")
+    return found
+
+
+def is_current(stored: dict[str, Any] | None, config: RobustifyConfig | None) -> bool:
+    """Whether the stored settings of a unit equal the current ones.
+
+    >>> from sortrl.runs.config import robustify_config
+    >>> from sortrl.core.identity import plain
+    >>> config = robustify_config("CartPole-v1", 0.2, train_teacher=False)
+    >>> stored = plain(config)
+    >>> del stored["start_radius"]
+    >>> is_current(stored, config), is_current(stored, robustify_config("CartPole-v1", 0.1, train_teacher=False))
+    (True, False)
+    """
+    return not differences(stored, config)
 
 
 def _keep_earlier(wanted: list[Unit], plan: Plan, folder: Path, earlier: list[dict[str, Any]]) -> None:

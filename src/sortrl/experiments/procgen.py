@@ -18,7 +18,7 @@ from sortrl.core.files import locked
 from sortrl.core.records import Policy
 from sortrl.evaluate.returns import evaluate
 from sortrl.experiments import quoted
-from sortrl.experiments.cells import CellTable, cell_text, figure, file_name, measured
+from sortrl.experiments.cells import CellTable, Facts, Found, TableDocument, cell_text, figure, file_name, measured
 from sortrl.experiments.experts import find_folder
 from sortrl.experiments.figure1 import Scale
 from sortrl.nets import CertifiedPolicy, zoo
@@ -163,7 +163,7 @@ def procgen_table(
     teachers: Path | None = None,
     progress: Callable[[str], None] = print,
     agent: str | None = None,
-) -> dict[str, Any]:
+) -> TableDocument:
     """Compute the cells that are missing, of one game or agent or of all, and write the table after each of them."""
     folder = find_folder(teachers, "procgen", PUBLISHED["Jumper"][TEACHER])
     wanted = cells(table, GAMES, folder is not None)
@@ -192,7 +192,7 @@ def _agent(
     return load_teacher(published / PUBLISHED[cell.game][cell.agent], cell.env_id, merge="max")
 
 
-def _compute(cell: Cell, agent: Policy, scale: Scale) -> dict[str, Any]:
+def _compute(cell: Cell, agent: Policy, scale: Scale) -> Found:
     size = SCALES[scale]
     if cell.attack in OTHER_ATTACKS:
         episodes = size.other_attacks
@@ -205,7 +205,7 @@ def _compute(cell: Cell, agent: Policy, scale: Scale) -> dict[str, Any]:
     return measured(cell, result, CERTIFIED_AT, LEAST_RETURN)
 
 
-def _facts(table: Table, published: bool) -> dict[str, Any]:
+def _facts(table: Table, published: bool) -> Facts:
     attack, levels, figures = COLUMNS[table]
     return {
         "attack": attack,
@@ -221,7 +221,7 @@ def _facts(table: Table, published: bool) -> dict[str, Any]:
     }
 
 
-def table_lines(results: dict[str, Any]) -> list[str]:
+def table_lines(results: TableDocument) -> list[str]:
     """The table in Markdown: measured rows, then those that the paper prints."""
     levels = results["levels"]
     lines = [
@@ -230,24 +230,24 @@ def table_lines(results: dict[str, Any]) -> list[str]:
         + " | certified at 1/255 |",
         "|---" * (4 + len(levels)) + "|",
     ]
-    rows: dict[tuple[str, str, str], dict[int, dict[str, Any]]] = {}
+    rows: dict[tuple[str, str, str], dict[int, Found]] = {}
     for found in results["cells"]:
         cell = found["cell"]
         if cell["attack"] in ("none", results["attack"]):
             rows.setdefault((cell["game"], cell["levels"], cell["agent"]), {})[cell["level"]] = found
     for (game, where, agent), by_level in sorted(rows.items(), key=lambda item: (item[0][0], item[0][1] != "train")):
-        clean = by_level.get(0, {})
+        clean = by_level.get(0)
         texts = [cell_text(by_level.get(k), USUAL_EPISODES) for k in levels]
-        share = clean.get("certified", {}).get("1")
+        share = None if clean is None else clean.get("certified", {}).get("1")
         name = f"**{agent}**" if agent in OURS else agent
         lines.append(f"| {game} | {where} | {name} | {' | '.join(texts)} | {'' if share is None else f'{share:.1%}'} |")
-        if "proven" in clean:
+        if clean is not None and "proven" in clean:
             proven = [f"{clean['proven'][str(k)]:.2f}" if k else "" for k in levels]
             lines.append(f"| {game} | {where} | {name}, *proven, whatever the attack* | {' | '.join(proven)} | |")
     for row in results["quoted"]:
         if not any(game == row["game"] for game, _, _ in rows):
             continue
-        texts = [figure(mean, sem) for mean, sem in row["figures"]]
+        texts = ["" if pair is None else figure(*pair) for pair in row["figures"]]
         blank = [""] * (len(levels) - len(texts))  # the paper's Table 4 has no clean column
         lines.append(
             f"| {row['game']} | {row['levels']} | {row['agent']}, *quoted from the paper* | {' | '.join(blank + texts)} | |"
@@ -255,9 +255,9 @@ def table_lines(results: dict[str, Any]) -> list[str]:
     return lines
 
 
-def other_attacks_lines(results: dict[str, Any]) -> list[str]:
+def other_attacks_lines(results: TableDocument) -> list[str]:
     """What attacks of other kinds do on the training levels, in Markdown; empty if none was tried."""
-    found: dict[str, dict[str, Any]] = {}
+    found: dict[str, dict[str, Found]] = {}
     for entry in results["cells"]:
         if entry["cell"]["attack"] in OTHER_ATTACKS:
             found.setdefault(f"{entry['cell']['game']}, {entry['cell']['agent']}", {})[entry["cell"]["attack"]] = entry

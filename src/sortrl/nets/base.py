@@ -128,6 +128,10 @@ class CertifiedPolicy(nn.Module, ABC):
         """The configuration, for JSON."""
         return asdict(self.config)
 
+    @abstractmethod
+    def explain(self) -> dict[str, str]:
+        """For reports, in a few words each: ``network``, what the policy is made of, and ``proof``, why its radii hold."""
+
     @property
     def parameter_count(self) -> int:
         return sum(parameter.numel() for parameter in self.parameters())

@@ -130,5 +130,12 @@ class HybridPolicy(CertifiedPolicy):
     def calibrate(self, unit: Tensor) -> None:
         self.trunk.calibrate(unit)
 
+    def explain(self) -> dict[str, str]:
+        return {
+            "network": f"SortNet, {self.config.depth} layers of {self.config.width}, with linear layers behind them",
+            "proof": "The sort layers are Lipschitz, which bounds how far their outputs can move, and intervals bound what "
+            "the linear layers make of that.",
+        }
+
     def _network(self, copies: Copies) -> EvaluationNetwork:
         return HybridEvaluation(self, copies)

@@ -282,6 +282,13 @@ class SortPolicy(CertifiedPolicy):
         keep = draws >= rho
         return keep | (draws == draws.amax(1, keepdim=True))  # keeping the largest draw changes only empty masks
 
+    def explain(self) -> dict[str, str]:
+        return {
+            "network": f"SortNet, {self.config.depth} layers of {self.config.width}",
+            "proof": "The radius is half the gap between the best score and the next, divided by the network's l∞ Lipschitz "
+            f"constant ({self.lipschitz:.6g}).",
+        }
+
     @torch.no_grad()
     def calibrate(self, unit: Tensor, limit: int = 16384) -> None:
         """Settle convolutions, and estimate the running means anew with the evaluation network on (up to ``limit``) states.

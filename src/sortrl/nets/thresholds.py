@@ -222,5 +222,12 @@ class RoundedPolicy(CertifiedPolicy):
     def calibrate(self, unit: Tensor) -> None:
         """Nothing is estimated from states."""
 
+    def explain(self) -> dict[str, str]:
+        return {
+            "network": "thresholds on pixels, then convolutions and linear layers",
+            "proof": "Every pixel is compared with thresholds, so nothing changes until one of them is crossed; where some "
+            "can be, intervals bound what the network makes of it.",
+        }
+
     def _network(self, copies: Copies) -> EvaluationNetwork:
         return RoundedEvaluation(self, copies)

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from sortrl.report.chart import Axis, Bars, Floats, Line, Panel, axis
+from sortrl.report.charts import Axis, Bars, Floats, Line, Panel, axis
 from sortrl.report.figures import canvas, draw_panel, save
 
 

@@ -1,5 +1,5 @@
-"""Pictures for papers and slides: every PNG of the package is drawn here or on the canvas that this module gives, by matplotlib
-without its global state. The same content gives the same bytes."""
+"""PNG figures by matplotlib, without its global state; all PNGs of the package start from :func:`canvas`. The same content
+gives the same bytes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from sortrl.core.files import atomic_path
-from sortrl.report.chart import Chart, Panel
+from sortrl.report.charts import Chart, Panel
 
 # Okabe and Ito's colours, which colour-blind readers can tell apart; the page has the same in its style sheet.
 TONES = {
@@ -29,7 +29,7 @@ _LONGEST = 48  # characters of a label
 
 
 def canvas(width: float, height: float) -> Figure:
-    """An empty white figure of that size in inches, which nothing but :func:`save` needs to know of."""
+    """An empty white figure of that size in inches, outside of pyplot."""
     figure = Figure(figsize=(width, height), layout="constrained", facecolor="white")
     FigureCanvasAgg(figure)
     return figure
@@ -161,5 +161,5 @@ def _handles(axes: list[Any]) -> tuple[list[Any], list[str]]:
 
 
 def _plain(text: str) -> str:
-    """Text as it is, if it fits: matplotlib would read what stands between dollar signs as a formula."""
+    """Text shortened to the longest label, with dollar signs escaped (matplotlib would start a formula)."""
     return (text if len(text) <= _LONGEST else f"{text[: _LONGEST - 1]}…").replace("$", r"\$")

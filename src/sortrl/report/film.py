@@ -137,7 +137,7 @@ def _gif(frames: list[Image.Image], milliseconds: float) -> bytes:
         mosaic.paste(frame, (0, index * frame.height))
     palette = mosaic.quantize(COLOURS, method=Image.Quantize.MEDIANCUT)
     flat = [frame.quantize(palette=palette, dither=Image.Dither.NONE) for frame in frames]
-    pace = max(20, round(milliseconds / 10) * 10)  # viewers slow down what is faster
+    pace = max(20, round(milliseconds / 10) * 10)  # many viewers slow down shorter frame times
     buffer = io.BytesIO()
     durations = [*[pace] * (len(flat) - 1), _LAST_FRAME_MS]
     flat[0].save(buffer, "GIF", save_all=True, append_images=flat[1:], duration=durations, loop=0, optimize=False)

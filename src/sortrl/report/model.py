@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import unicodedata
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeGuard
 
 from sortrl.core.errors import SortRLError
-from sortrl.report.reader import Reader
 
 SCHEMA = 1
 INFINITE_P = 1e9  # how results.json, which has no infinity, writes p = infinity
 ROUNDED = "rounded"  # the kind of students without sort layers
 Settings = tuple[tuple[str, str], ...]
+_MISSING = object()
+LARGEST = 1e15  # far above any quantity of a run; larger numbers mean a damaged file
+_DEEPEST = 6  # levels of nested settings that are shown
 
 
 @dataclass(frozen=True)
@@ -71,13 +74,11 @@ class Certified:
 
 @dataclass(frozen=True)
 class Student:
-    """``lipschitz`` is None for a network that is not Lipschitz."""
+    """``network`` (what the policy is made of) and ``proof`` (why its radii hold) come from ``CertifiedPolicy.explain``."""
 
-    kind: str
     parameters: int
-    lipschitz: float | None
-    width: int
-    depth: int
+    network: str
+    proof: str
 
 
 @dataclass(frozen=True)
@@ -158,7 +159,8 @@ def read_run(results: Mapping[str, Any]) -> Run:
         raise SortRLError(
             f"results: env.unit_to_raw has {len(scales)} values for {len(names)} env.obs_names; expected as many."
         )
-    student = _student(top.object("policy"))
+    policy = top.object("policy")
+    kind = policy.text("kind") if policy.has("kind") else "sort"  # files written before `kind` existed omit it
     run = Run(
         env_id=env.text("id"),
         max_steps=env.optional_integer("max_steps"),
@@ -173,9 +175,9 @@ def read_run(results: Mapping[str, Any]) -> Run:
         version=top.text("sortrl"),
         teacher=teacher.text("name"),
         teacher_source=teacher.text("source") if teacher.has("source") else "",
-        student=student,
+        student=_student(top, policy, kind),
         data=_data(top.object("data")),
-        training=tuple(_training_point(point, student.kind) for point in top.objects("training")),
+        training=tuple(_training_point(point, kind) for point in top.objects("training")),
         evaluation=tuple(map(_row, top.objects("evaluation"))),
         certified=_certified(top.object("certificate")),
         stage_seconds=_stage_seconds(top.object("stage_seconds")),
@@ -244,15 +246,33 @@ def _episode(part: Reader) -> Episode:
     return Episode(part.integer("seed"), part.number("return"), part.numbers("radii", 0.0))
 
 
-def _student(part: Reader) -> Student:
-    kind = part.text("kind") if part.has("kind") else "sort"  # results of before there were other kinds do not say
-    rounded = kind == ROUNDED
+def _student(top: Reader, policy: Reader, kind: str) -> Student:
+    parameters = policy.integer("parameters")
+    if top.has("student"):
+        own = top.object("student")
+        return Student(parameters, own.text("network"), own.text("proof"))
+    # Files written before policies explained themselves omit `student`.
+    if kind == ROUNDED:
+        return Student(
+            parameters,
+            "thresholds on pixels, then convolutions and linear layers",
+            "Every pixel is compared with thresholds, so nothing changes until one of them is crossed; where some can be, "
+            "intervals bound what the network makes of it.",
+        )
+    network = f"SortNet, {policy.integer('depth')} layers of {policy.integer('width')}"
+    lipschitz = policy.number("lipschitz", 0.0)
+    if kind == "hybrid":
+        return Student(
+            parameters,
+            f"{network}, with linear layers behind them",
+            "The sort layers are Lipschitz, which bounds how far their outputs can move, and intervals bound what the linear "
+            "layers make of that.",
+        )
     return Student(
-        kind=kind,
-        parameters=part.integer("parameters"),
-        lipschitz=None if rounded else part.number("lipschitz", 0.0),
-        width=0 if rounded else part.integer("width"),
-        depth=0 if rounded else part.integer("depth"),
+        parameters,
+        network,
+        "The radius is half the gap between the best score and the next, divided by the network's l∞ Lipschitz constant "
+        f"({lipschitz:.6g}).",
     )
 
 
@@ -268,6 +288,128 @@ def _data(part: Reader) -> Data:
 
 
 def _stage_seconds(part: Reader) -> tuple[tuple[str, float], ...]:
-    """The stages that ran: a teacher that was loaded took no time worth telling, and may be null."""
+    """Seconds of the stages that ran; null (a loaded teacher) is left out."""
     names = [name for name, _ in part.flat()]
     return tuple((name, part.number(name, 0.0)) for name in names if part.has(name))
+
+
+def clean(value: object) -> str:
+    """Text without control characters or lone surrogates, so that it can neither steer a terminal nor break a file.
+
+    >>> clean("Cart\\x1b[31mPole")
+    'Cart\ufffd[31mPole'
+    """
+    return "".join(
+        "\ufffd" if unicodedata.category(mark) in ("Cc", "Cf", "Cs", "Zl", "Zp") else mark for mark in str(value)
+    )
+
+
+@dataclass(frozen=True)
+class Reader:
+    """One JSON object and the key under which it was found.
+
+    >>> Reader({"eps": 0.1}).number("eps")
+    0.1
+    >>> Reader({"env": {}}).object("env").text("id")
+    Traceback (most recent call last):
+    ...
+    sortrl.core.errors.SortRLError: results: env.id is missing, expected text. Write them again with `sortrl robustify`.
+    """
+
+    values: Mapping[str, Any]
+    path: str = ""
+
+    def name(self, key: str) -> str:
+        return f"{self.path}.{key}" if self.path else key
+
+    def fail(self, key: str, expected: str) -> SortRLError:
+        value = self.values.get(key, _MISSING)
+        received = "is missing" if value is _MISSING else f"is {clean(repr(value))[:60]}"
+        return SortRLError(
+            f"results: {clean(self.name(key))} {received}, expected {expected}. "
+            "Write them again with `sortrl robustify`."
+        )
+
+    def has(self, key: str) -> bool:
+        """Whether the key is there with a value; null is how an absent optional value is written."""
+        return self.values.get(key) is not None
+
+    def object(self, key: str) -> Reader:
+        value = self.values.get(key)
+        if not isinstance(value, Mapping):
+            raise self.fail(key, "an object")
+        return Reader(value, self.name(key))
+
+    def objects(self, key: str) -> list[Reader]:
+        value = self.values.get(key)
+        if not isinstance(value, list) or not all(isinstance(item, Mapping) for item in value):
+            raise self.fail(key, "a list of objects")
+        return [Reader(item, f"{self.name(key)}[{index}]") for index, item in enumerate(value)]
+
+    def text(self, key: str) -> str:
+        value = self.values.get(key)
+        if not isinstance(value, str):
+            raise self.fail(key, "text")
+        return clean(value)
+
+    def texts(self, key: str) -> tuple[str, ...]:
+        value = self.values.get(key)
+        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+            raise self.fail(key, "a list of texts")
+        return tuple(clean(item) for item in value)
+
+    def number(self, key: str, low: float = -math.inf, high: float = math.inf) -> float:
+        value = self.values.get(key)
+        if not _is_number(value) or not low <= value <= high:
+            raise self.fail(key, f"a number{_bounds(low, high)}")
+        return float(value)
+
+    def integer(self, key: str, low: int = 0) -> int:
+        value = self.number(key, low)
+        if value != int(value):
+            raise self.fail(key, "a whole number")
+        return int(value)
+
+    def numbers(self, key: str, low: float = -math.inf, high: float = math.inf) -> tuple[float, ...]:
+        value = self.values.get(key)
+        if not isinstance(value, list) or not all(_is_number(item) and low <= item <= high for item in value):
+            raise self.fail(key, f"a list of numbers{_bounds(low, high)}")
+        return tuple(map(float, value))
+
+    def share(self, key: str) -> float:
+        return self.number(key, 0.0, 1.0)
+
+    def optional_share(self, key: str) -> float | None:
+        return self.share(key) if self.has(key) else None
+
+    def optional_integer(self, key: str) -> int | None:
+        return self.integer(key) if self.has(key) else None
+
+    def flat(self) -> tuple[tuple[str, str], ...]:
+        """Every setting as (dotted name, text): {"collect": {"episodes": 3}} -> (("collect.episodes", "3"),)."""
+        return tuple(_flatten(self.values, "", 0))
+
+
+def _is_number(value: object) -> TypeGuard[int | float]:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return False
+    return abs(value) <= LARGEST  # false for NaN, infinity and integers that no float can hold
+
+
+def _bounds(low: float, high: float) -> str:
+    if high < math.inf:
+        return f" in [{low:g}, {high:g}]"
+    return f" >= {low:g}" if low > -math.inf else f" of at most {LARGEST:g}"
+
+
+def _flatten(value: object, name: str, depth: int) -> Iterator[tuple[str, str]]:
+    if depth < _DEEPEST and isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _flatten(item, f"{name}.{clean(key)}" if name else clean(key), depth + 1)
+    elif isinstance(value, (Mapping, list, tuple)):
+        shallow = isinstance(value, Mapping) or any(isinstance(item, (Mapping, list, tuple)) for item in value)
+        yield name, f"({len(value)} entries)" if shallow else ", ".join(map(clean, value)) or "none"
+    elif isinstance(value, bool):
+        yield name, "yes" if value else "no"
+    else:
+        yield name, "not set" if value is None else clean(value)

@@ -13,13 +13,11 @@ from markupsafe import Markup, escape
 
 from sortrl.core.errors import SortRLError
 from sortrl.core.files import regular_file, write_text
-from sortrl.report.chart import Chart
-from sortrl.report.charts import KEYS, charts
-from sortrl.report.model import ROUNDED, Run, Settings, Student, read_run
+from sortrl.report.charts import KEYS, Chart, charts
+from sortrl.report.model import Run, Settings, read_run
+from sortrl.report.numbers import number, percent, rounded_down, seconds, short
 from sortrl.report.svg import draw, legend
-from sortrl.report.tables import evaluation_table, raw_table
-from sortrl.report.text import markdown
-from sortrl.report.words import beside_teacher, headline, number, percent, rounded_down, seconds, short
+from sortrl.report.text import beside_teacher, evaluation_table, headline, markdown, raw_table
 
 _PAIRED = ("certified_share", "radius_histogram")  # drawn side by side on a wide screen
 _SECTIONS = {
@@ -86,7 +84,6 @@ def _template() -> Template:
     environment.filters |= {
         "unbroken": _unbroken,
         "number": number,
-        "short": short,
         "legend": lambda chart: Markup(legend(chart)),
     }
     return environment.get_template("page.html.j2")
@@ -94,25 +91,20 @@ def _template() -> Template:
 
 def _about(run: Run) -> tuple[str, ...]:
     source = f" ({run.teacher_source})" if run.teacher_source else ""
-    student = f"{_network(run.student)}, {number(run.student.parameters)} parameters"
+    student = f"{run.student.network}, {number(run.student.parameters)} parameters"
     return (f"Teacher: {run.teacher}{source}", f"Student: {student}", f"Seed {run.seed}", run.started)
 
 
-def _network(student: Student) -> str:
-    if student.kind == ROUNDED:
-        return "thresholds on pixels, then convolutions and linear layers"
-    behind = ", with linear layers behind them" if student.kind == "hybrid" else ""
-    return f"SortNet, {student.depth} layers of {student.width}{behind}"
-
-
 def _unbroken(text: str) -> Markup:
-    """Escaped text in which a number keeps its sign and unit on the same line."""
+    """Escaped text in which a number keeps its sign and unit on the same line, and l∞ has its subscript."""
     glued = text.replace(" %", "\N{NO-BREAK SPACE}%").replace(" ± ", "\N{NO-BREAK SPACE}±\N{NO-BREAK SPACE}")
-    return escape(glued.replace("ε = ", "ε\N{NO-BREAK SPACE}=\N{NO-BREAK SPACE}"))
+    return escape(glued.replace("ε = ", "ε\N{NO-BREAK SPACE}=\N{NO-BREAK SPACE}")).replace(
+        "l∞", Markup("l<sub>∞</sub>")
+    )
 
 
 def _tiles(run: Run) -> list[tuple[str, str, str]]:
-    """Name, value and note of each figure that stands first."""
+    """Name, value and note of the key figures at the top of the page."""
     clean, attacked, median = run.clean("student"), run.attacked("student"), run.certified.radius_median
     tiles = [(f"certified at ε = {short(run.eps)}", percent(run.certified_at_eps), "of the visited states")]
     if clean is not None:

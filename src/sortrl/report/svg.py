@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from html import escape
 
-from sortrl.report.chart import Axis, Bars, Chart, Dots, Line, Panel, Rule
+from sortrl.report.charts import Axis, Bars, Chart, Dots, Line, Panel, Rule
 
 DASHES = ("", "7 4", "2 4", "10 4 2 4")
 TOP, BETWEEN, BOTTOM, RIGHT = 24.0, 40.0, 40.0, 16.0

@@ -14,8 +14,9 @@ from sortrl.attacks import Attack
 from sortrl.certify import certificate_summary, certified_shares, fully_certified_episodes
 from sortrl.certify.returns import CertifiedReturn, certified_return
 from sortrl.core.errors import SortRLError
+from sortrl.core.progress import Progress
 from sortrl.core.records import EvalResult
-from sortrl.evaluate.returns import Progress, episode_seeds, evaluate
+from sortrl.evaluate.returns import episode_seeds, evaluate
 from sortrl.evaluate.watch import Episode, least_certain, pictures, play
 from sortrl.nets import CertifiedPolicy
 from sortrl.report.certificate import CertificateFigure, ReturnPoint, Scene, save_certificate

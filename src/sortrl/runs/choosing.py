@@ -11,7 +11,8 @@ import numpy as np
 from sortrl.attacks import Attack
 from sortrl.certify import certified_shares
 from sortrl.core.errors import SortRLError
-from sortrl.evaluate.returns import Progress, evaluate_curve
+from sortrl.core.progress import Progress
+from sortrl.evaluate.returns import evaluate_curve
 from sortrl.nets import CertifiedPolicy
 
 SLOTS = 128

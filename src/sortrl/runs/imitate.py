@@ -10,7 +10,6 @@ already.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from sortrl.baselines.memory.remember import best_episodes
 from sortrl.core.errors import SortRLError
 from sortrl.core.files import read_object, write_json
 from sortrl.core.identity import check_same, fingerprint
+from sortrl.core.progress import Progress
 from sortrl.core.records import Demonstrations
 from sortrl.core.seeding import one_thread
 from sortrl.envs import describe, greedy_returns
@@ -31,8 +31,6 @@ from sortrl.runs.config import robustify_config
 from sortrl.runs.run import open_run
 from sortrl.teachers import Teacher
 from sortrl.teachers.grading import LOG_FILE
-
-Progress = Callable[[dict[str, Any]], None]
 
 
 @dataclass(frozen=True)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, TypedDict
+
+from typing_extensions import NotRequired
 
 from sortrl import attacks
 from sortrl.certify import certificate_summary
+from sortrl.certify.shares import CertificateSummary
 from sortrl.core.files import read_json, read_object, write_json
 from sortrl.core.identity import plain
-from sortrl.core.records import Policy, stored_rows
+from sortrl.core.records import EvalRow, Policy, stored_rows
 from sortrl.envs import describe
 from sortrl.evaluate import provenance
 from sortrl.evaluate.returns import evaluate_curve
@@ -21,7 +24,32 @@ from sortrl.teachers import Teacher
 SLOTS, IMAGE_SLOTS = 128, 64  # environments side by side
 
 
-def evaluation(run: Run, policies: dict[str, Policy]) -> list[dict[str, Any]]:
+class RunResults(TypedDict):
+    """results.json of a run; :mod:`sortrl.report.model` validates what it reads of it."""
+
+    schema: int
+    kind: str
+    sortrl: str
+    command: str
+    seed: int
+    started: str | None
+    stage_seconds: dict[str, float]
+    versions: dict[str, str]
+    machine: dict[str, Any]
+    env: dict[str, Any]
+    teacher: dict[str, Any]
+    config: dict[str, Any]
+    data: dict[str, Any] | None
+    policy: dict[str, Any]
+    student: dict[str, str]
+    training: list[dict[str, Any]] | None
+    evaluation: list[EvalRow]
+    certificate: CertificateSummary
+    memory: NotRequired[dict[str, Any]]
+    """Of a nearest-neighbour student: how it was made small."""
+
+
+def evaluation(run: Run, policies: dict[str, Policy]) -> list[EvalRow]:
     """Returns of each policy along ``eps_grid``, kept curve by curve; the clean student also gives the certificate."""
     path = run.directory / "evaluation.json"
     attack = attacks.by_name(run.config.attack)
@@ -61,7 +89,7 @@ def evaluation(run: Run, policies: dict[str, Policy]) -> list[dict[str, Any]]:
     return rows
 
 
-def strongest(run: Run, policy: CertifiedPolicy, teacher: Teacher) -> list[dict[str, Any]]:
+def strongest(run: Run, policy: CertifiedPolicy, teacher: Teacher) -> list[EvalRow]:
     """Returns of both at the eps that was trained for, under attacks of other kinds: one that fails proves nothing."""
     if not run.config.suite or run.config.eps == 0:
         return []
@@ -82,12 +110,12 @@ def strongest(run: Run, policy: CertifiedPolicy, teacher: Teacher) -> list[dict[
     return [row for row in result.rows if row["eps"] > 0]
 
 
-def results(run: Run, policy: CertifiedPolicy, teacher: Teacher, source: str, command: str) -> dict[str, Any]:
+def results(run: Run, policy: CertifiedPolicy, teacher: Teacher, source: str, command: str) -> RunResults:
     """Evaluate what is not evaluated yet and write results.json, from which alone the report is made."""
     rows = evaluation(run, {"teacher": teacher, "student": policy}) + strongest(run, policy, teacher)
     info, training = describe(run.env_id), read_object(run.directory / "training.json")
     units = info.raw_units(policy.normalizer.scale.numpy())
-    document = {
+    document: RunResults = {
         "schema": 1,
         "kind": "robustify",
         "sortrl": provenance.sortrl_version(),
@@ -116,10 +144,11 @@ def results(run: Run, policy: CertifiedPolicy, teacher: Teacher, source: str, co
             # How many: which ones is in the policy's file.
             **({"pixels": len(policy.config.pixels)} if hasattr(policy.config, "pixels") else {}),
         },
+        "student": policy.explain(),
         "training": training.get("history"),
         "evaluation": rows,
         "certificate": read_json(run.directory / "certificate.json"),
-        **run.config.student.describe(run.directory),
     }
+    document |= run.config.student.describe(run.directory)  # type: ignore[typeddict-item]
     write_json(run.directory / "results.json", document)
     return document

@@ -19,7 +19,7 @@ from sortrl import attacks, nets
 from sortrl.attacks.valid import check_eps
 from sortrl.core.errors import SortRLError
 from sortrl.core.files import locked, remove_leftovers, write_json
-from sortrl.core.progress import Report, stage
+from sortrl.core.progress import Progress, stage
 from sortrl.core.records import Demonstrations
 from sortrl.data.attacked import UnderAttack
 from sortrl.data.collect import CollectConfig, collect
@@ -72,7 +72,7 @@ class Run:
         self.shared = shared  # what is made of the teacher does not depend on the seed of a student
 
     @contextmanager
-    def stage(self, name: str, title: str) -> Iterator[Report]:
+    def stage(self, name: str, title: str) -> Iterator[Progress]:
         """Show progress, and add the time to the record."""
         with self.timed(name), stage(title, self.quiet) as progress:
             yield progress
@@ -184,7 +184,7 @@ class Run:
     def demonstrations(self, teacher: Teacher) -> Demonstrations:
         config = replace(self.config.collect, eps_unit=self.config.noise)
 
-        def collected(progress: Report) -> Demonstrations:
+        def collected(progress: Progress) -> Demonstrations:
             data = collect(teacher, self.env_id, config, self.seed, progress=progress)
             check_splits(data)  # what nothing can be learned from is not kept: it would be in the way of better data
             if self.config.student.learns_labels and len(np.unique(data.actions)) == 1:
@@ -211,7 +211,7 @@ class Run:
             lambda p: collect(work.teacher, self.env_id, config, seed, actor=actor, progress=p),
         )
 
-    def _data(self, name: str, title: str, make: Callable[[Report], Demonstrations]) -> Demonstrations:
+    def _data(self, name: str, title: str, make: Callable[[Progress], Demonstrations]) -> Demonstrations:
         path = self.directory / f"{name}.safetensors"
         if not path.exists():
             with self.stage("collect", title) as progress:

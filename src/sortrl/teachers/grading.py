@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import numpy as np
 
 from sortrl.envs import Predicts, greedy_returns
 from sortrl.teachers.config import PQNConfig, TeacherConfig
 
-Progress = Callable[[dict[str, Any]], None]
 LOG_FILE = "training.json"  # how a teacher did in the course of its training
 
 

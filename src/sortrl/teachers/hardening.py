@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from sortrl.core.checkpoint import Checkpoint, damage_named, part, prefixed
 from sortrl.core.errors import SortRLError
 from sortrl.core.identity import fingerprint
+from sortrl.core.progress import Progress
 from sortrl.core.seeding import one_thread
 from sortrl.envs import EnvInfo, EnvSlots, Episode, Fleet, describe, play_episodes
-from sortrl.teachers.grading import Progress
 from sortrl.teachers.load.load import check_fit
 from sortrl.teachers.proximal import Rollout, improve, size_of_returns
 from sortrl.teachers.teacher import Teacher

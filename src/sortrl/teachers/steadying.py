@@ -7,7 +7,7 @@ inputs, may play as well and be far from the surface most of the time. An ordina
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,6 +21,7 @@ from sortrl.core.checkpoint import damage_named
 from sortrl.core.errors import SortRLError
 from sortrl.core.files import read_tensors, write_tensors
 from sortrl.core.identity import check_same, fingerprint
+from sortrl.core.progress import Progress
 from sortrl.core.seeding import one_thread
 from sortrl.envs import EnvSlots, Episode, play_episodes
 from sortrl.teachers.evolution import STATE, Evolution
@@ -30,7 +31,6 @@ from sortrl.teachers.teacher import Teacher
 FORMAT = "sortrl-steadying-1"
 FILE_NAME = "steadying.safetensors"
 CHECKED = 4  # states of the search that are compared with the teacher on fresh episodes at the end
-Progress = Callable[[dict[str, Any]], None]
 Array = npt.NDArray[np.float64]
 
 

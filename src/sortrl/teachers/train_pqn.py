@@ -26,12 +26,13 @@ from sortrl.core.errors import SortRLError
 from sortrl.core.files import write_json
 from sortrl.core.identity import fingerprint
 from sortrl.core.normalizer import Normalizer
+from sortrl.core.progress import Progress
 from sortrl.core.seeding import generators_restored, one_thread
 from sortrl.envs import EnvInfo, Fleet, ParallelFleet, Predicts
 from sortrl.envs.fleet import Lessons
 from sortrl.nets.architecture import Architecture
 from sortrl.teachers.config import PQNConfig
-from sortrl.teachers.grading import LOG_FILE, Progress, grade
+from sortrl.teachers.grading import LOG_FILE, grade
 from sortrl.teachers.teacher import Teacher
 
 MAX_GRAD_NORM = 10.0

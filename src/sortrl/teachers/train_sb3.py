@@ -21,12 +21,13 @@ from sortrl.core.errors import SortRLError
 from sortrl.core.files import read_object, read_tensors, write_json, write_tensors
 from sortrl.core.identity import check_same, plain
 from sortrl.core.limits import require
+from sortrl.core.progress import Progress
 from sortrl.core.seeding import generators_restored, one_thread
 from sortrl.envs import describe
 from sortrl.envs.info import make_env
 from sortrl.envs.procgen import ProcgenEnv
 from sortrl.teachers.config import ImagePPOConfig, PQNConfig, TeacherConfig, continued, teacher_preset
-from sortrl.teachers.grading import LOG_FILE, Progress, grade
+from sortrl.teachers.grading import LOG_FILE, grade
 from sortrl.teachers.load.load import load_teacher
 from sortrl.teachers.teacher import Teacher
 from sortrl.teachers.train_pqn import train_pqn

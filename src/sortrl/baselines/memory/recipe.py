@@ -15,7 +15,7 @@ from sortrl.baselines.memory.search import SearchConfig, search
 from sortrl.baselines.memory.straighten import straightened
 from sortrl.core.errors import SortRLError
 from sortrl.core.files import read_json, write_json
-from sortrl.core.progress import Report
+from sortrl.core.progress import Progress
 from sortrl.core.records import Demonstrations
 from sortrl.data.dataset import load_demonstrations, merge, save_demonstrations
 from sortrl.distill import Distilled
@@ -80,7 +80,7 @@ class MemoryRecipe(Recipe):
 
 
 def _with_found(
-    work: Work, name: str, title: str, data: Demonstrations, find: Callable[[Report], Demonstrations | None]
+    work: Work, name: str, title: str, data: Demonstrations, find: Callable[[Progress], Demonstrations | None]
 ) -> Demonstrations:
     """The data and further episodes, which are found now or were before."""
     path, done = work.directory / f"{name}.safetensors", work.directory / f"{name}.json"

@@ -12,7 +12,7 @@ is won again by answering every picture as the way did last (or first) when it c
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,13 +21,13 @@ import numpy.typing as npt
 import torch
 
 from sortrl.core.errors import SortRLError
+from sortrl.core.progress import Progress
 from sortrl.core.records import Demonstrations, Transitions
 from sortrl.data.starts import start_name
 from sortrl.envs import EnvSlots, describe
 from sortrl.teachers.load.load import check_fit
 from sortrl.teachers.teacher import Teacher
 
-Progress = Callable[[dict[str, Any]], None]
 Frame = npt.NDArray[Any]
 _DRAWS = 3000  # seeds, at most, among which those of lost starts are looked for
 _SIDE, _SHADES = 4, 7  # places are told apart by pictures of 4 x 4 means in 7 shades

@@ -8,18 +8,16 @@ kept. What remains is the teacher's play, but for the moments in which it would 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from sortrl.baselines.memory.search import from_pictures, recorded, rows_by_start, scores_of, seeds_of
+from sortrl.core.progress import Progress
 from sortrl.core.records import Demonstrations
 from sortrl.envs import EnvSlots
 from sortrl.teachers.teacher import Teacher
 
-Progress = Callable[[dict[str, Any]], None]
 LONGEST = 16  # steps of a stretch at first; halved down to 1
 TAIL = 40  # steps that the teacher may play on when the try has come to its end
 

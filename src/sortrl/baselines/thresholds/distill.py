@@ -21,8 +21,9 @@ from sortrl.core.checkpoint import Checkpoint
 from sortrl.core.errors import SortRLError
 from sortrl.core.limits import require
 from sortrl.core.normalizer import Normalizer
+from sortrl.core.progress import Progress
 from sortrl.core.records import Demonstrations
-from sortrl.distill.loop import Distilled, Progress, held_out_metrics
+from sortrl.distill.loop import Distilled, held_out_metrics
 from sortrl.nets.thresholds import UNUSED, RoundedConfig, RoundedPolicy
 from sortrl.teachers.train_pqn import value_loss
 

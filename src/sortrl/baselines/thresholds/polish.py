@@ -15,10 +15,10 @@ from torch import nn
 
 from sortrl.core.errors import SortRLError
 from sortrl.core.identity import fingerprint
+from sortrl.core.progress import Progress
 from sortrl.envs import describe
 from sortrl.nets import CertifiedPolicy, RoundedPolicy
 from sortrl.teachers.config import PQNConfig
-from sortrl.teachers.grading import Progress
 from sortrl.teachers.train_pqn import Tutor, q_learn
 
 

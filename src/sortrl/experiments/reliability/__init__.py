@@ -1,5 +1,5 @@
-"""Campaigns that try to break the package: damaged files, kills at random moments, attacks on what is certified, many threads and
-processes at once."""
+"""Reliability campaigns: fuzzed files, kills at random moments, attacks on certified decisions, and a soak test with many threads
+and processes."""
 
 from __future__ import annotations
 
@@ -14,43 +14,48 @@ import torch
 from sortrl.core.errors import SortRLError
 from sortrl.core.files import read_object, write_json
 from sortrl.evaluate import provenance
+from sortrl.experiments.figure1 import Scale
 from sortrl.experiments.reliability.crashes import crashes
 from sortrl.experiments.reliability.fuzz import Main, fuzz
 from sortrl.experiments.reliability.siege import siege
 from sortrl.experiments.reliability.soak import soak
 
-__all__ = ["FILE_NAME", "PARTS", "Main", "crashes", "fuzz", "reliability", "siege", "soak"]
+__all__ = ["FILE_NAME", "PARTS", "Main", "crashes", "fuzz", "reliability", "siege", "soak", "summary"]
 
 FILE_NAME = "reliability.json"
 PARTS = ("fuzz", "crashes", "siege", "soak")
-Progress = Callable[[str], None]
+# Damaged files, kills, attacked decisions, and seconds of load.
+SIZES = {
+    "smoke": (2_000, 5, 10_000, 5.0),
+    "cpu": (100_000, 200, 1_000_000, 300.0),
+    "paper": (1_000_000, 2_000, 10_000_000, 3600.0),
+}
 
 
 def reliability(
-    out: Path,
-    work: Path,
     main: Main,
+    scale: Scale = "cpu",
     part: str | None = None,
-    *,
-    cases: int = 100_000,
-    kills: int = 200,
-    decisions: int = 1_000_000,
-    soak_seconds: float = 300.0,
+    out: Path = Path("results"),
+    work: Path = Path("runs/reliability"),
+    seconds: float | None = None,
+    progress: Callable[[str], None] = print,
     seed: int = 0,
-    progress: Progress = print,
 ) -> dict[str, Any]:
     """Run the campaigns (or one ``part``) and write ``reliability.json`` into ``out``; other parts there are kept.
 
-    ``main`` is the command line, which reads damaged files too. Finished pieces are kept in ``work``.
+    ``main`` is the command line, which reads damaged files too. Finished pieces are kept in ``work``. ``seconds`` is how long
+    the soak test lasts, if not as long as at that scale.
     """
     if part is not None and part not in PARTS:
         raise SortRLError(f"reliability: part is {part!r}, expected one of {', '.join(PARTS)}.")
+    cases, kills, decisions, soak_seconds = SIZES[scale]
     torch.set_num_threads(1)  # forked children must not inherit threads, and cases are counted by processor time
     campaigns: dict[str, Callable[[], Iterator[dict[str, Any]]]] = {
         "crashes": lambda: crashes(kills, seed, work),  # first: it forks, which is best done from a small process
         "fuzz": lambda: fuzz(cases, seed, main, work),
         "siege": lambda: siege(decisions, seed, work),
-        "soak": lambda: iter([soak(soak_seconds, progress=progress)]),
+        "soak": lambda: iter([soak(soak_seconds if seconds is None else seconds, progress=progress)]),
     }
     for name, campaign in campaigns.items():
         if part in (None, name):
@@ -73,3 +78,28 @@ def _made_by() -> dict[str, Any]:
         "machine": provenance.machine(),
         "installed": dict(sorted(installed.items(), key=lambda item: item[0].lower())),
     }
+
+
+def summary(results: dict[str, Any]) -> list[str]:
+    """The results in a few lines, for the terminal."""
+    lines = []
+    if "fuzz" in results:
+        found = results["fuzz"]
+        lines.append(f"fuzz: {found['cases']} files, {found['outcomes']}, slowest {found['slowest_cpu_seconds']} s")
+    if "crashes" in results:
+        found = results["crashes"]
+        lines.append(
+            f"crashes: {found['kills']} kills {found['by_stage']}, {found['runs_that_ended_with_other_bits']} other results"
+        )
+    if "siege" in results:
+        found = results["siege"]
+        lines.append(
+            f"siege: {found['decisions']} certified decisions attacked, {found['changed']} changed; of "
+            f"{found['attacked_too_far']} at {found['radii_too_large_by']:g} times their radius, {found['changed_too_far']}"
+        )
+    if "soak" in results:
+        found = results["soak"]
+        lines.append(
+            f"soak: {found['decisions']} decisions, {found['different_answers']} different, {found['largest_growth_mb']} MB growth"
+        )
+    return lines

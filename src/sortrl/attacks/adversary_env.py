@@ -1,4 +1,7 @@
-"""The world as an adversary sees it: the victim and its environment together are what it acts on."""
+"""The environment of an adversary that is trained: it acts on the victim's observations, in the victim's environment.
+
+A module of its own because its base class is Stable-Baselines3's, which is slow to import and only needed for training.
+"""
 
 from __future__ import annotations
 
@@ -18,13 +21,13 @@ from sortrl.attacks.valid import valid_range
 from sortrl.core.records import Policy
 from sortrl.envs import EnvSlots
 
-LARGEST_OUTPUT = 100.0  # Stable-Baselines3 wants bounded actions; no network comes near
+LARGEST_OUTPUT = 100.0  # Stable-Baselines3 needs a bounded action space; far above any output in practice
 
 
-class Siege(VecEnv):
-    """Episodes of a victim whose observations the learner perturbs, side by side; the victim is asked in batches.
+class AdversaryEnv(VecEnv):
+    """Vectorised environment of the learned adversary: it perturbs the observations of a fixed victim policy.
 
-    The learner observes ``features(unit, scores)`` of each state; ``strike(outputs)`` makes its outputs an attack; its
+    The adversary observes ``features(unit, scores)`` of each state; ``strike(outputs)`` turns its outputs into an attack; its
     reward is minus the environment's. ``finished`` holds the victim's latest returns.
     """
 
@@ -89,15 +92,15 @@ class Siege(VecEnv):
     def close(self) -> None:
         self.envs.close()
 
-    # The rest of the interface, which a learner without wrappers and without rendering asks for but does not use.
+    # The rest of the VecEnv interface, which PPO requires but does not call here.
     def get_attr(self, attr_name: str, indices: Any = None) -> list[Any]:
         return [getattr(self, attr_name, None)] * self.num_envs
 
     def set_attr(self, attr_name: str, value: Any, indices: Any = None) -> None:
-        raise NotImplementedError("Siege: its environments have no attributes to set.")
+        raise NotImplementedError("AdversaryEnv: its environments have no attributes to set.")
 
     def env_method(self, method_name: str, *args: Any, indices: Any = None, **kwargs: Any) -> list[Any]:
-        raise NotImplementedError("Siege: its environments have no methods to call.")
+        raise NotImplementedError("AdversaryEnv: its environments have no methods to call.")
 
     def env_is_wrapped(self, wrapper_class: Any, indices: Any = None) -> list[bool]:
         return [False] * self.num_envs

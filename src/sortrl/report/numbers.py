@@ -1,11 +1,9 @@
-"""Numbers as a reader wants them. Radii and shares are rounded down: the text never promises more than the proof."""
+"""Formatting of numbers. Radii and shares are rounded down, so that the text never claims more than is proven."""
 
 from __future__ import annotations
 
 import math
 from decimal import ROUND_DOWN, Decimal
-
-from sortrl.report.model import Row, Run
 
 NONE = "–"
 
@@ -79,51 +77,8 @@ def seconds(value: float) -> str:
     return f"{whole // 60} min {whole % 60} s" if whole < 3600 else f"{whole // 3600} h {whole % 3600 // 60} min"
 
 
-def headline(run: Run) -> str:
-    """The key result in one sentence.
-
-    "Certified at ε = 0.1 in 93.4 % of the visited states; return 499 clean and 497 under PGD-10 (teacher: 500 and
-    212)."
-    """
-    share = run.certified_at_eps
-    states = (
-        f"in {percent(share)} of the visited states" if share is not None else "in an unmeasured share of the states"
-    )
-    student, teacher = _returns(run, "student"), _returns(run, "teacher")
-    return f"Certified at ε = {short(run.eps)} {states}; return {student}" + (
-        f" (teacher: {teacher})." if teacher else "."
-    )
-
-
-def _returns(run: Run, policy: str) -> str:
-    clean, attacked = run.clean(policy), run.attacked(policy)
-    parts = [] if clean is None else [f"{number(clean.mean)} clean" if policy == "student" else number(clean.mean)]
-    if attacked is not None:
-        same = (own := run.attacked("student")) is not None and own.attack == attacked.attack and clean is not None
-        parts.append(
-            number(attacked.mean)
-            if policy == "teacher" and same
-            else f"{number(attacked.mean)} under {attacked.attack}"
-        )
-    return " and ".join(parts)
-
-
-def beside_teacher(row: Row | None) -> str:
-    return f"teacher {number(row.mean)}" if row is not None else "no teacher row"
-
-
-def raw_rows(run: Run, most: int = 24) -> list[tuple[str, float]]:
-    """(name, raw units per unit of radius): every dimension, or of a large observation the extremes and the median."""
-    rows = list(zip(run.obs_names, run.unit_to_raw, strict=False))
-    if len(rows) <= most:
-        return rows
-    ordered = sorted(rows, key=lambda row: row[1])
-    chosen = {"smallest scale": ordered[0], "median scale": ordered[len(ordered) // 2], "largest scale": ordered[-1]}
-    return [(f"{name} ({which})", scale) for which, (name, scale) in chosen.items()]
-
-
 def fixed(value: float, places: int) -> str:
-    """A number of a column, in which all have as many decimals.
+    """A number with a fixed number of decimals, for a table column.
 
     >>> fixed(500.0, 1), fixed(-0.04, 1)
     ('500.0', '−0.0')
