@@ -19,6 +19,7 @@ from sortrl.core.errors import SortRLError
 from sortrl.core.limits import require
 from sortrl.core.normalizer import Normalizer
 from sortrl.core.records import Demonstrations
+from sortrl.distill.ramps import Ramps, found_ramps
 from sortrl.nets import BoundedConv, CertifiedPolicy, HybridPolicy, SortPolicy
 
 Progress = Callable[[dict[str, Any]], None]
@@ -64,9 +65,10 @@ class DistillConfig:
     """The hinge ends at theta = theta_factor * eps * scale."""
     soft_targets: float = 0.0
     """Share of the cross-entropy that is taken against the teacher's softmax instead of its action."""
-    soft_temperature: float = 1.0
+    soft_temperature: float | None = 1.0
     """By which the teacher's scores are divided in that softmax. Action values (DQN, PQN) differ by little where it does not
-    matter what is played; a temperature of the size of the differences that do matter tells the student so."""
+    matter what is played; a temperature of the size of the differences that do matter tells the student so. None: a third of
+    the median difference between the best and the second score in the data."""
     mask_chunk: int = 128
     """Samples that share one random mask."""
     head: tuple[int, ...] | None = None
@@ -83,6 +85,13 @@ class DistillConfig:
     """Convolutions with bounded weights before the sort layers: (channels, kernel, stride) each."""
     conv_learning_rate: float = 0.001
     """Of those convolutions."""
+    ramps: bool = False
+    """For images: see pixels through ramps (:mod:`sortrl.distill.ramps`), all constants of which are found in the data. eps stays
+    in units of pixels; scale, conv, bounded_conv, crop, pool and head then have no place."""
+    p_end: float = 1024.0
+    """The exponent that p rises to, before it is infinite."""
+    scalar_learning_rate: float | None = None
+    """Of mu and the output's bias; None: that of the sort layers."""
     worst_share: float = 0.0
     """With a head: share of the cross-entropy that is taken of the worst scores that intervals allow. If it is not 0, it takes
     the place of the hinge on the worst margin."""
@@ -99,9 +108,12 @@ class DistillConfig:
             "lambda_end",
             "theta_factor",
             "soft_temperature",
+            "p_end",
+            "scalar_learning_rate",
         )
         for name in positive:
-            if not 0 < getattr(self, name) < math.inf:
+            value = getattr(self, name)
+            if value is not None and not 0 < value < math.inf:
                 raise SortRLError(f"DistillConfig: {name} is {getattr(self, name)}, expected a positive number.")
         if not 0 <= self.eps < math.inf:
             raise SortRLError(f"DistillConfig: eps is {self.eps}, expected a number >= 0 in the policy's input units.")
@@ -116,6 +128,11 @@ class DistillConfig:
         for name in ("soft_targets", "worst_share"):
             if not 0 <= getattr(self, name) <= 1:
                 raise SortRLError(f"DistillConfig: {name} is {getattr(self, name)}, expected a share in [0, 1].")
+        plain = self.scale == 1.0 and not any(self.crop) and self.pool == 1
+        if self.ramps and not (plain and not self.conv and not self.bounded_conv and self.head is None):
+            raise SortRLError(
+                "DistillConfig: ramps are a front end of their own; leave scale, crop, pool, conv, bounded_conv and head as they are."
+            )
         if self.worst_share > 0 and self.head is None:
             raise SortRLError(
                 "DistillConfig: worst_share needs a linear head; give head=() or widths of hidden layers."
@@ -133,7 +150,7 @@ class DistillConfig:
         return min(1.0, max(0.0, (done - self.warm_share) / span)) if span > 0 else float(done >= self.warm_share)
 
     def p_at(self, step: int) -> float:
-        """The exponent at a step: 8, rising geometrically to 1024, then infinity.
+        """The exponent at a step: 8, rising geometrically to ``p_end``, then infinity.
 
         >>> config = DistillConfig(steps=100)
         >>> [config.p_at(step) for step in (0, 40, 80, 90)]
@@ -141,7 +158,7 @@ class DistillConfig:
         """
         if step >= self.steps * (1.0 - self.final_share):
             return math.inf
-        wanted = 8.0 * 128.0 ** self.rise(step)
+        wanted = 8.0 * (self.p_end / 8.0) ** self.rise(step)
         return float(min(EXPONENTS, key=lambda p: abs(math.log(p / wanted))))
 
     def lambda_at(self, step: int) -> float:
@@ -209,7 +226,12 @@ def distill(
             f"distill: states have shape {demonstrations.obs.shape[1:]}, but the normalizer {normalizer.obs_shape}."
         )
     generator = torch.Generator().manual_seed(seed)
-    policy = _initial_policy(demonstrations, normalizer, config, generator)
+    whole, ramps, narrow = normalizer, None, None
+    if config.ramps:
+        ramps = found_ramps(demonstrations.obs, normalizer)
+        demonstrations, normalizer, narrow = ramps.seen(demonstrations, normalizer)
+    policy = _initial_policy(demonstrations, normalizer, config, generator, narrow)
+    theta = config.theta / (1.0 if narrow is None else narrow.width)
     trunk = policy.trunk
     # Weights, their gradients and two moments; activations and their gradients, of masks and sums too.
     units = sum(layer.out_size for layer in trunk.layers)
@@ -219,7 +241,8 @@ def distill(
     optimizer = _optimizer(policy, config)
     states = torch.from_numpy(np.ascontiguousarray(demonstrations.obs))
     labels = torch.from_numpy(demonstrations.actions.astype(np.int64))
-    teacher_logits = torch.from_numpy(demonstrations.logits.astype(np.float32)) / config.soft_temperature
+    teacher_logits = torch.from_numpy(demonstrations.logits.astype(np.float32))
+    teacher_logits /= config.soft_temperature or temperature(teacher_logits)
     checkpoint = Checkpoint(
         out_dir, {"config": asdict(config), "seed": seed, "states": len(states), "labels": int(labels.sum())}
     )
@@ -237,7 +260,7 @@ def distill(
         optimizer.zero_grad(set_to_none=True)  # before the forward pass, which can use their memory
         exact = step >= config.steps * (1.0 - config.exact_share)
         outputs = trunk.exact_training_scores(unit) if exact else trunk.training_scores(unit, generator)
-        judged = _judged(policy, outputs, target, config, step)
+        judged = _judged(policy, outputs, target, config, theta, step)
         lam = config.lambda_at(step)
         imitation = imitation_loss(judged.logits, target, teacher_logits[index], config.soft_targets)
         loss = lam * imitation + judged.robust
@@ -266,6 +289,9 @@ def distill(
     policy.eval().requires_grad_(False)
     every = -(-len(states) // _calibration_states(states[0].numel()))
     policy.calibrate(normalizer(states[::every]))
+    if ramps is not None:
+        assert isinstance(policy, SortPolicy)
+        policy = ramps.widened(policy, whole)
     return Distilled(policy, history, None if held_out is None else held_out_metrics(policy, held_out, config.eps))
 
 
@@ -282,15 +308,15 @@ class _Judged(NamedTuple):
 
 
 def _judged(
-    policy: SortPolicy | HybridPolicy, outputs: Tensor, target: Tensor, config: DistillConfig, step: int
+    policy: SortPolicy | HybridPolicy, outputs: Tensor, target: Tensor, config: DistillConfig, theta: float, step: int
 ) -> _Judged:
     if isinstance(policy, SortPolicy):
         margin = margins(outputs, target)
         wide = margin > 2 * config.eps * policy.lipschitz
-        return _Judged(policy.mu * outputs, margin, wide, robust_loss(margin, config.theta))
+        return _Judged(policy.mu * outputs, margin, wide, robust_loss(margin, theta))
     scores = policy.head(outputs)
     # The box grows with p, so that the head first learns what to separate, then how far.
-    reach = 0.5 * config.theta * config.rise(step)
+    reach = 0.5 * theta * config.rise(step)
     leads = policy.head.leads_within(outputs, outputs.new_tensor(reach), target)
     worst, margin = leads.amin(1), margins(scores, target)
     if config.worst_share > 0:
@@ -304,19 +330,32 @@ def _judged(
     return _Judged(scores, margin, worst > 0, hinge)
 
 
+def temperature(scores: Tensor) -> float:
+    """A third of the median difference between the best and the second score; 1 where most are equal."""
+    best = scores.topk(2, dim=1).values
+    third = float((best[:, 0] - best[:, 1]).median()) / 3
+    return third if third > 0 else 1.0
+
+
 def _calibration_states(obs_size: int) -> int:
     """How many states to take means over: as many as do some good, within some hundred megabytes of images."""
     return max(1024, min(16384, (1 << 25) // obs_size))
 
 
 def _initial_policy(
-    demonstrations: Demonstrations, normalizer: Normalizer, config: DistillConfig, generator: torch.Generator
+    demonstrations: Demonstrations,
+    normalizer: Normalizer,
+    config: DistillConfig,
+    generator: torch.Generator,
+    ramps: Ramps | None = None,
 ) -> SortPolicy | HybridPolicy:
     kind: Any = SortPolicy
     names = ("width", "depth", "rho", "scale", "mask_chunk", "conv", "crop", "pool", "bounded_conv")
     shape = {name: getattr(config, name) for name in names}
     if config.head is not None:
         kind, shape = HybridPolicy, {**shape, "hidden": config.head}
+    if ramps is not None:
+        shape |= ramps.shape()
     policy: SortPolicy | HybridPolicy = kind(
         demonstrations.obs.shape[1:], demonstrations.n_actions, normalizer=normalizer, **shape
     )
@@ -327,6 +366,8 @@ def _initial_policy(
         for part in trunk.front:
             if isinstance(part, BoundedConv):
                 part.weight.normal_(generator=generator).pow_(3)
+        if ramps is not None:
+            ramps.put_into(trunk)
         trunk.mu.fill_(config.mu_start or 0.5 / (max(config.eps, 0.005) * config.scale))
         if isinstance(policy, HybridPolicy):
             _prepare_head(policy, normalizer(torch.from_numpy(demonstrations.obs[: config.batch])), generator)
@@ -347,10 +388,11 @@ def _optimizer(policy: SortPolicy | HybridPolicy, config: DistillConfig) -> torc
     """AdamW; only mu and linear weights decay, because a sort layer's weights are positions and have no natural zero."""
     trunk = policy.trunk
     convolutions = [parameter for part in trunk.front for parameter in part.parameters()]
-    known = {id(trunk.mu), *map(id, convolutions)}
+    scalars = [trunk.mu] if config.scalar_learning_rate is None else [trunk.mu, trunk.bias]
+    known = {*map(id, scalars), *map(id, convolutions)}
     positions = [parameter for parameter in trunk.parameters() if id(parameter) not in known]
     others = [(list(policy.head.parameters()), config.head_learning_rate)] if isinstance(policy, HybridPolicy) else []
-    others += [([trunk.mu], config.learning_rate)]
+    others += [(scalars, config.scalar_learning_rate or config.learning_rate)]
     groups = [{"params": positions, "weight_decay": 0.0, "peak": config.learning_rate}]
     if convolutions:  # their sums are divided away: decay would do nothing
         groups += [{"params": convolutions, "weight_decay": 0.0, "peak": config.conv_learning_rate}]
