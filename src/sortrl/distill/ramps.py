@@ -52,7 +52,7 @@ class Ramps:
         for begin in range(0, len(flat), 4096):
             columns[begin : begin + 4096] = flat[begin : begin + 4096][:, used]
         narrow = replace(self, pixels=places.astype(np.int64))
-        return replace(demonstrations, obs=columns), Normalizer(mean, scale, normalizer.clip), narrow
+        return replace(demonstrations, obs=columns, transitions=None), Normalizer(mean, scale, normalizer.clip), narrow
 
     def widened(self, narrow: SortPolicy, normalizer: Normalizer) -> SortPolicy:
         """The policy of whole images that sees of them what ``narrow`` was trained on."""
