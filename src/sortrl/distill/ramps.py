@@ -9,7 +9,7 @@ textures, there are none, and ramps are wide: pixels less their mean, divided by
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -24,7 +24,8 @@ BYTES = 256  # values that a pixel can take
 STATES = 16_384  # that constants are found in
 RARE = 2e-5  # values that a pixel takes in a smaller share of the states do not count
 GAPS = (32.0, 20.0, 15.0, 10.5, 7.5, 5.0)  # halves of gaps, in bytes, widest first
-EXPLAINED = 2 / 3  # share of the variance of pixels that ramps across gaps have to tell
+EXPLAINED = 2 / 3  # share of the variance of pixels that ramps across gaps have to explain,
+TOLD = 0.5  # and what they tell from the background, at least, of what those across the narrowest gaps tell
 LEVELS = 2  # ramps per pixel, at most
 CLIPPED = 1.5  # standard deviations at which pixels are clipped, where there are no gaps
 VARYING = 0.02  # of the largest deviation: pixels that vary less are left out there
@@ -87,11 +88,13 @@ def found_ramps(obs: npt.NDArray[Any], normalizer: Normalizer) -> Ramps:
     total = _deviations(counts)
     if not total.any():
         raise SortRLError(f"Ramps: {len(obs)} observations that are all the same; collect others.")
+    narrowest = _across_gaps(counts, GAPS[-1]).told
     for gap in GAPS:
-        pixels, centres, left = _across_gaps(counts, gap)
-        if left.sum() <= (1.0 - EXPLAINED) * total.sum():
+        found = _across_gaps(counts, gap)
+        if found.explained >= EXPLAINED and found.told > TOLD * narrowest:
             # As wide as the narrowest gap: beyond wider ones nothing moves until what they have more is used up.
-            return Ramps(pixels, (centres - mean[pixels]) / scale[pixels], 2.0 * gap / float(scale[0]), 1.0)
+            centres = (found.centres - mean[found.pixels]) / scale[found.pixels]
+            return Ramps(found.pixels, centres, 2.0 * gap / float(scale[0]), 1.0)
     spread = np.sqrt(total / counts.sum(1))
     pixels = np.flatnonzero(spread > VARYING * spread.max())
     centres = (counts[pixels] @ np.arange(BYTES)) / counts[pixels].sum(1)
@@ -134,20 +137,32 @@ def _deviations(counts: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
     return found
 
 
-def _across_gaps(
-    counts: npt.NDArray[np.int64], gap: float
-) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64], npt.NDArray[np.float64]]:
-    """Pixels and centres of ramps, in bytes, and what they leave untold of each pixel's squared deviations."""
-    pixels, centres, left = [], [], np.zeros(len(counts))
+class _Found(NamedTuple):
+    """Ramps across gaps, in bytes, and what they show."""
+
+    pixels: npt.NDArray[np.int64]
+    centres: npt.NDArray[np.float64]
+    explained: float
+    """Share of the variance of all pixels that is between the cells into which centres cut their values."""
+    told: float
+    """Of all pixels that do not show their most frequent value, the share that are in another cell than it: faint things count
+    as much as bright ones."""
+
+
+def _across_gaps(counts: npt.NDArray[np.int64], gap: float) -> _Found:
+    pixels: list[int] = []
+    centres: list[float] = []
+    left, untold, other = 0.0, 0, int(counts.sum() - counts.max(1).sum())
     least = max(1.0, RARE * float(counts[0].sum()))
-    for pixel in np.flatnonzero((counts > 0).sum(1) > 1):
+    for pixel in np.flatnonzero((counts > 0).sum(1) > 1).tolist():
         middles = np.sort(gap_centres(counts[pixel], gap, LEVELS, least))
-        cells = np.split(counts[pixel], np.ceil(middles).astype(int))
-        edges = [0, *np.ceil(middles).astype(int)]
-        for edge, cell in zip(edges, cells, strict=True):
-            padded = np.zeros(BYTES, np.int64)
-            padded[edge : edge + len(cell)] = cell
-            left[pixel] += _deviations(padded)
+        cells = np.zeros((len(middles) + 1, BYTES), np.int64)
+        cell_of = np.searchsorted(middles, np.arange(BYTES))
+        cells[cell_of, np.arange(BYTES)] = counts[pixel]
+        left += float(_deviations(cells).sum())
+        most = int(counts[pixel].argmax())
+        untold += int(cells[cell_of[most]].sum() - counts[pixel, most])
         pixels += [pixel] * len(middles)
         centres += middles.tolist()
-    return np.array(pixels, np.int64), np.array(centres, np.float64), left
+    explained, told = 1.0 - left / float(_deviations(counts).sum()), 1.0 - untold / other
+    return _Found(np.array(pixels, np.int64), np.array(centres, np.float64), explained, told)
