@@ -67,6 +67,9 @@ ADDED_LATER: dict[str, Any] = {
     "conv_learning_rate": 0.001,
     "worst_share": 0.0,
     "soft_temperature": 1.0,
+    "ramps": False,
+    "p_end": 1024.0,
+    "scalar_learning_rate": None,
     # RoundingConfig
     "norm": False,
     # PQNConfig

@@ -46,9 +46,10 @@ class DistillConfig:
     """The hinge ends at theta = theta_factor * eps * scale."""
     soft_targets: float = 0.0
     """Share of the cross-entropy that is taken against the teacher's softmax instead of its action."""
-    soft_temperature: float = 1.0
+    soft_temperature: float | None = 1.0
     """By which the teacher's scores are divided in that softmax. Action values (DQN, PQN) differ by little where it does not
-    matter what is played; a temperature of the size of the differences that do matter tells the student so."""
+    matter what is played; a temperature of the size of the differences that do matter tells the student so. None: a third of
+    the median difference between the best and the second score in the data."""
     head: tuple[int, ...] | None = None
     """Linear layers after the sort layers, with these widths between them, bounded by intervals; None: sort layers alone."""
     head_learning_rate: float = 0.002
@@ -61,6 +62,13 @@ class DistillConfig:
     """Average pooling of images, after that."""
     bounded_conv: tuple[tuple[int, int, int], ...] = ()
     """Convolutions with bounded weights before the sort layers: (channels, kernel, stride) each."""
+    ramps: bool = False
+    """For images: see pixels through ramps (:mod:`sortrl.distill.ramps`), all constants of which are found in the data. eps stays
+    in units of pixels; scale, conv, bounded_conv, crop, pool and head then have no place."""
+    p_end: float = 1024.0
+    """The exponent that p rises to, before it is infinite."""
+    scalar_learning_rate: float | None = None
+    """Of mu and the output's bias; None: that of the sort layers."""
     worst_share: float = 0.0
     """With a head: share of the cross-entropy that is taken of the worst scores that intervals allow. If it is not 0, it takes
     the place of the hinge on the worst margin."""
@@ -76,9 +84,12 @@ class DistillConfig:
             "lambda_end",
             "theta_factor",
             "soft_temperature",
+            "p_end",
+            "scalar_learning_rate",
         )
         for name in positive:
-            if not 0 < getattr(self, name) < math.inf:
+            value = getattr(self, name)
+            if value is not None and not 0 < value < math.inf:
                 raise SortRLError(f"DistillConfig: {name} is {getattr(self, name)}, expected a positive number.")
         if not 0 <= self.eps < math.inf:
             raise SortRLError(f"DistillConfig: eps is {self.eps}, expected a number >= 0 in the policy's input units.")
@@ -93,6 +104,11 @@ class DistillConfig:
         for name in ("soft_targets", "worst_share"):
             if not 0 <= getattr(self, name) <= 1:
                 raise SortRLError(f"DistillConfig: {name} is {getattr(self, name)}, expected a share in [0, 1].")
+        plain = self.scale == 1.0 and not any(self.crop) and self.pool == 1
+        if self.ramps and not (plain and not self.conv and not self.bounded_conv and self.head is None):
+            raise SortRLError(
+                "DistillConfig: ramps are a front end of their own; leave scale, crop, pool, conv, bounded_conv and head as they are."
+            )
         if self.worst_share > 0 and self.head is None:
             raise SortRLError(
                 "DistillConfig: worst_share needs a linear head; give head=() or widths of hidden layers."
@@ -110,7 +126,7 @@ class DistillConfig:
         return min(1.0, max(0.0, (done - self.warm_share) / span)) if span > 0 else float(done >= self.warm_share)
 
     def p_at(self, step: int) -> float:
-        """The exponent at a step: 8, rising geometrically to 1024, then infinity.
+        """The exponent at a step: 8, rising geometrically to ``p_end``, then infinity.
 
         >>> config = DistillConfig(steps=100)
         >>> [config.p_at(step) for step in (0, 40, 80, 90)]
@@ -118,7 +134,7 @@ class DistillConfig:
         """
         if step >= self.steps * (1.0 - self.final_share):
             return math.inf
-        wanted = 8.0 * 128.0 ** self.rise(step)
+        wanted = 8.0 * (self.p_end / 8.0) ** self.rise(step)
         return float(min(EXPONENTS, key=lambda p: abs(math.log(p / wanted))))
 
     def lambda_at(self, step: int) -> float:

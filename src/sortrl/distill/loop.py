@@ -20,9 +20,11 @@ from sortrl.core.progress import Progress
 from sortrl.core.records import Demonstrations
 from sortrl.distill.config import PRESETS, DistillConfig
 from sortrl.distill.losses import imitation_loss, judged
-from sortrl.nets import BoundedConv, CertifiedPolicy, HybridPolicy, SortPolicy
+from sortrl.distill.ramps import Ramps, found_ramps
+from sortrl.nets import BoundedConv, CertifiedPolicy, HybridPolicy, Ramp, SortPolicy
 
 CONV_LEARNING_RATE = 0.001  # of bounded convolutions
+RADII = 1024  # held-out states whose radii are looked for where that takes long
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,12 @@ def distill(
             f"distill: states have shape {demonstrations.obs.shape[1:]}, but the normalizer {normalizer.obs_shape}."
         )
     generator = torch.Generator().manual_seed(seed)
-    policy = _initial_policy(demonstrations, normalizer, config, generator)
+    whole, ramps, narrow = normalizer, None, None
+    if config.ramps:
+        ramps = found_ramps(demonstrations.obs, normalizer)
+        demonstrations, normalizer, narrow = ramps.seen(demonstrations, normalizer)
+    policy = _initial_policy(demonstrations, normalizer, config, generator, narrow)
+    theta = config.theta / (1.0 if narrow is None else narrow.width)
     trunk = policy.trunk
     # Weights, their gradients and two moments; activations and their gradients, of masks and sums too.
     units = sum(layer.out_size for layer in trunk.layers)
@@ -65,7 +72,8 @@ def distill(
     optimizer = _optimizer(policy, config)
     states = torch.from_numpy(np.ascontiguousarray(demonstrations.obs))
     labels = torch.from_numpy(demonstrations.actions.astype(np.int64))
-    teacher_logits = torch.from_numpy(demonstrations.logits.astype(np.float32)) / config.soft_temperature
+    teacher_logits = torch.from_numpy(demonstrations.logits.astype(np.float32))
+    teacher_logits /= config.soft_temperature or temperature(teacher_logits)
     checkpoint = Checkpoint(
         out_dir, {"config": asdict(config), "seed": seed, "states": len(states), "labels": int(labels.sum())}
     )
@@ -83,7 +91,7 @@ def distill(
         optimizer.zero_grad(set_to_none=True)  # before the forward pass, which can use their memory
         exact = step >= config.steps * (1.0 - config.exact_share)
         outputs = trunk.exact_training_scores(unit) if exact else trunk.training_scores(unit, generator)
-        found = judged(policy, outputs, target, config, step)
+        found = judged(policy, outputs, target, config, theta, step)
         lam = config.lambda_at(step)
         imitation = imitation_loss(found.logits, target, teacher_logits[index], config.soft_targets)
         loss = lam * imitation + found.robust
@@ -112,7 +120,17 @@ def distill(
     policy.eval().requires_grad_(False)
     every = -(-len(states) // _calibration_states(states[0].numel()))
     policy.calibrate(normalizer(states[::every]))
+    if ramps is not None:
+        assert isinstance(policy, SortPolicy)
+        policy = ramps.widened(policy, whole)
     return Distilled(policy, history, None if held_out is None else held_out_metrics(policy, held_out, config.eps))
+
+
+def temperature(scores: Tensor) -> float:
+    """A third of the median difference between the best and the second score; 1 where most are equal."""
+    best = scores.topk(2, dim=1).values
+    third = float((best[:, 0] - best[:, 1]).median()) / 3
+    return third if third > 0 else 1.0
 
 
 def _calibration_states(obs_size: int) -> int:
@@ -121,13 +139,19 @@ def _calibration_states(obs_size: int) -> int:
 
 
 def _initial_policy(
-    demonstrations: Demonstrations, normalizer: Normalizer, config: DistillConfig, generator: torch.Generator
+    demonstrations: Demonstrations,
+    normalizer: Normalizer,
+    config: DistillConfig,
+    generator: torch.Generator,
+    ramps: Ramps | None = None,
 ) -> SortPolicy | HybridPolicy:
     kind: Any = SortPolicy
     names = ("width", "depth", "rho", "scale", "conv", "crop", "pool", "bounded_conv")
     shape = {name: getattr(config, name) for name in names}
     if config.head is not None:
         kind, shape = HybridPolicy, {**shape, "hidden": config.head}
+    if ramps is not None:
+        shape |= ramps.shape()
     policy: SortPolicy | HybridPolicy = kind(
         demonstrations.obs.shape[1:], demonstrations.n_actions, normalizer=normalizer, **shape
     )
@@ -138,6 +162,8 @@ def _initial_policy(
         for part in trunk.front:
             if isinstance(part, BoundedConv):
                 part.weight.normal_(generator=generator).pow_(3)
+        if ramps is not None:
+            ramps.put_into(trunk)
         trunk.mu.fill_(config.mu_start or 0.5 / (max(config.eps, 0.005) * config.scale))
         if isinstance(policy, HybridPolicy):
             _prepare_head(policy, normalizer(torch.from_numpy(demonstrations.obs[: config.batch])), generator)
@@ -158,10 +184,11 @@ def _optimizer(policy: SortPolicy | HybridPolicy, config: DistillConfig) -> torc
     """AdamW; only mu and linear weights decay, because a sort layer's weights are positions and have no natural zero."""
     trunk = policy.trunk
     convolutions = [parameter for part in trunk.front for parameter in part.parameters()]
-    known = {id(trunk.mu), *map(id, convolutions)}
+    scalars = [trunk.mu] if config.scalar_learning_rate is None else [trunk.mu, trunk.bias]
+    known = {*map(id, scalars), *map(id, convolutions)}
     positions = [parameter for parameter in trunk.parameters() if id(parameter) not in known]
     others = [(list(policy.head.parameters()), config.head_learning_rate)] if isinstance(policy, HybridPolicy) else []
-    others += [([trunk.mu], config.learning_rate)]
+    others += [(scalars, config.scalar_learning_rate or config.learning_rate)]
     groups = [{"params": positions, "weight_decay": 0.0, "peak": config.learning_rate}]
     if convolutions:  # their sums are divided away: decay would do nothing
         groups += [{"params": convolutions, "weight_decay": 0.0, "peak": CONV_LEARNING_RATE}]
@@ -173,9 +200,12 @@ def _optimizer(policy: SortPolicy | HybridPolicy, config: DistillConfig) -> torc
 @torch.no_grad()
 def held_out_metrics(policy: CertifiedPolicy, held_out: Demonstrations, eps: float) -> dict[str, float]:
     """Agreement with the teacher and certified share of the evaluation network on episodes it was not trained on."""
-    parts = [policy.certify(held_out.obs[start : start + 4096]) for start in range(0, len(held_out), 4096)]
-    action = np.concatenate([part.action for part in parts])
-    radius = np.concatenate([part.radius for part in parts])
+    actions = [policy.predict(held_out.obs[start : start + 4096])[0] for start in range(0, len(held_out), 4096)]
+    action = np.concatenate(actions)
+    # What boxes prove behind ramps takes as long as a hundred answers, so some of the states have to do.
+    ramps = isinstance(policy, SortPolicy) and any(isinstance(part, Ramp) for part in policy.front)
+    seen = held_out.obs[:: -(-len(held_out) // RADII)] if ramps else held_out.obs
+    radius = np.concatenate([policy.certify(seen[start : start + 4096]).radius for start in range(0, len(seen), 4096)])
     return {
         "states": len(held_out),
         "agreement": float((action == held_out.actions).mean()),

@@ -47,15 +47,15 @@ class Judged(NamedTuple):
 
 
 def judged(
-    policy: SortPolicy | HybridPolicy, outputs: Tensor, target: Tensor, config: DistillConfig, step: int
+    policy: SortPolicy | HybridPolicy, outputs: Tensor, target: Tensor, config: DistillConfig, theta: float, step: int
 ) -> Judged:
     if isinstance(policy, SortPolicy):
         margin = margins(outputs, target)
         wide = margin > 2 * config.eps * policy.lipschitz
-        return Judged(policy.mu * outputs, margin, wide, robust_loss(margin, config.theta))
+        return Judged(policy.mu * outputs, margin, wide, robust_loss(margin, theta))
     scores = policy.head(outputs)
     # The box grows with p, so that the head first learns what to separate, then how far.
-    reach = 0.5 * config.theta * config.rise(step)
+    reach = 0.5 * theta * config.rise(step)
     leads = policy.head.leads_within(outputs, outputs.new_tensor(reach), target)
     worst, margin = leads.amin(1), margins(scores, target)
     if config.worst_share > 0:

@@ -5,7 +5,7 @@ from pathlib import Path
 from sortrl.core.errors import SortRLError
 from sortrl.nets import zoo
 from sortrl.nets.base import CertifiedPolicy, load_policy
-from sortrl.nets.front import AveragePool, BoundedConv, Crop, Pixels, Scale
+from sortrl.nets.front import AveragePool, BoundedConv, Centre, Crop, Pixels, Ramp, Scale
 from sortrl.nets.hybrid import HybridConfig, HybridPolicy
 from sortrl.nets.intervals import IntervalHead
 from sortrl.nets.layers import MeanShift, SortConv, SortLinear, truncated_mix
@@ -15,6 +15,7 @@ from sortrl.nets.thresholds import RoundedConfig, RoundedPolicy, Rounding
 __all__ = [
     "AveragePool",
     "BoundedConv",
+    "Centre",
     "CertifiedPolicy",
     "Crop",
     "HybridConfig",
@@ -23,6 +24,7 @@ __all__ = [
     "MeanShift",
     "Pixels",
     "PolicyConfig",
+    "Ramp",
     "RoundedConfig",
     "RoundedPolicy",
     "Rounding",
