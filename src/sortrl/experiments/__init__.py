@@ -5,6 +5,8 @@ from __future__ import annotations
 from sortrl.experiments.atari import atari_table
 from sortrl.experiments.atari import table_lines as atari_lines
 from sortrl.experiments.atari_figures import fig2, fig3
+from sortrl.experiments.baselines import baselines
+from sortrl.experiments.baselines import table_lines as baseline_lines
 from sortrl.experiments.campaigns import reliability
 from sortrl.experiments.campaigns import summary as reliability_summary
 from sortrl.experiments.certificates import certificates
@@ -17,6 +19,8 @@ from sortrl.experiments.procgen import table_lines as procgen_lines
 __all__ = [
     "atari_lines",
     "atari_table",
+    "baseline_lines",
+    "baselines",
     "certificates",
     "compute",
     "compute_lines",

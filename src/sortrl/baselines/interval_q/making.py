@@ -90,9 +90,12 @@ def make_baseline(
             made = fine_tune(start, env_id, part, training, folder, seed, progress)
     if folder is not None:
         made.policy.save(folder)
-        record = {"method": name, "env_id": env_id, "seed": seed, "teacher": teacher.name, "start": origin, **settings}
+        if teacher.architecture is not None:  # so that evaluate and attack show it beside the agent
+            teacher.save(folder / "teacher")
+        identity = {"env": env_id, "seed": seed, "teacher": teacher.name, "baseline": name, **settings}
+        write_json(folder / "run.json", {"identity": identity})  # which is what makes a folder one that commands take
         measured = {"decisions": made.decisions, "minutes": round(made.minutes, 3), "history": made.history}
-        write_json(folder / RECORD, {**record, **measured, "versions": provenance.versions()})
+        write_json(folder / RECORD, {**identity, "start": origin, **measured, "versions": provenance.versions()})
     return made
 
 

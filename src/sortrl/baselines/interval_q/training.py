@@ -266,7 +266,8 @@ def fine_tune(
         fleet = Fleet(info.env_id, config.games, seed, state=state or None)
         replay = Replay(config.buffer, torch.from_numpy(fleet.obs), part(stored, "replay"))
         recent = stored.get("recent", torch.zeros(0, dtype=torch.float64)).tolist()
-        updates, due = int(stored.get("updates", torch.zeros(()))), decision
+        updates = int(stored.get("updates", torch.zeros(())))
+        due = decision % config.every  # decisions since the last update
         before, began = float(stored.get("seconds", torch.zeros(()))), time.monotonic()
         valid = Valid(*valid_range(start, info))
         loss = torch.zeros(())

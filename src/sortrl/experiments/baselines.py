@@ -1,0 +1,159 @@
+"""Robust training of ordinary networks beside its start: every method from the same teacher, on the same episodes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from sortrl.attacks import PGD
+from sortrl.baselines.interval_q.acr import acr
+from sortrl.baselines.interval_q.making import NAMES, RECORD, make_baseline
+from sortrl.baselines.interval_q.starting import start_from
+from sortrl.baselines.interval_q.training import TrainingConfig
+from sortrl.core.files import locked, read_object
+from sortrl.core.progress import stage
+from sortrl.evaluate.returns import evaluate
+from sortrl.evaluate.suite import evaluate_suite
+from sortrl.experiments.cells import CellTable, Found, figure, file_name
+from sortrl.experiments.experts import expert, find_teachers
+from sortrl.experiments.figure1 import Scale
+from sortrl.nets.interval_policy import IntervalPolicy
+from sortrl.teachers import Teacher
+
+# Whose units (as Figure 1 has them) and which eps. CartPole's expert of the paper's protocol sees raw observations, of which 0.2 is
+# as much as the pole may lean at all.
+TASKS = {"CartPole-v1": ("normalised", 0.2), "Acrobot-v1": ("paper", 0.1), "MountainCar-v0": ("paper", 0.1)}
+TEACHER, START = "teacher", "start"
+CLEAN, ATTACKED, WORST = "none", "PGD-10", "suite quick"
+TITLES = {
+    TEACHER: "PPO (teacher)",
+    START: "Q-network distilled from it",
+    "rs-dqn": "RS-DQN",
+    "sa-dqn": "SA-DQN (convex)",
+    "sa-dqn-pgd": "SA-DQN (PGD)",
+    "radial-dqn": "RADIAL-DQN",
+    "radial-ppo": "RADIAL-PPO",
+    "wocar-dqn": "WocaR-DQN",
+    "car-dqn": "CAR-DQN",
+    "bcl-at": "BCL-AT",
+    "bcl-mos-at": "BCL-MOS-AT",
+    "bcl-radial": "BCL-RADIAL",
+    "bcl-radial-at": "BCL-RADIAL+AT",
+}
+
+
+@dataclass(frozen=True)
+class Size:
+    """Of a scale: decisions of each training (None: the method's own number) and episodes of each cell."""
+
+    decisions: int | None
+    episodes: int
+
+
+SIZES = {"smoke": Size(400, 2), "cpu": Size(None, 30), "paper": Size(500_000, 100)}
+
+
+@dataclass(frozen=True)
+class BaselineCell:
+    """One agent under one condition."""
+
+    game: str
+    agent: str
+    attack: str
+    eps: float
+    seed: int = 0
+
+    @property
+    def name(self) -> str:
+        return file_name(self.game, self.agent, self.attack, self.seed)
+
+
+def cells() -> list[BaselineCell]:
+    """Of all tasks: a task's agents one after the other."""
+    return [
+        BaselineCell(task, agent, attack, 0.0 if attack == CLEAN else eps)
+        for task, (_, eps) in TASKS.items()
+        for agent in (TEACHER, START, *NAMES)
+        for attack in (CLEAN, ATTACKED, WORST)
+    ]
+
+
+def baselines(
+    scale: Scale = "cpu",
+    task: str | None = None,
+    out: Path = Path("results"),
+    work: Path = Path("runs/baselines"),
+    teachers: Path | None = None,
+    progress: Callable[[str], None] = print,
+    agent: str | None = None,
+) -> dict[str, Any]:
+    """Write ``baselines.json`` into ``out``, cell by cell; agents are trained into ``work`` where they are absent."""
+    size, published = SIZES[scale], find_teachers(teachers)
+    folder = work / scale
+    facts = {"episodes": size.episodes, "eps": {name: eps for name, (_, eps) in TASKS.items()}}
+    table = CellTable("baselines", scale, cells(), folder / "cells", out, facts)
+
+    def agent_of(cell: BaselineCell) -> Teacher | IntervalPolicy:
+        protocol, eps = TASKS[cell.game]
+        teacher = expert(protocol, cell.game, work, published)
+        if cell.agent == TEACHER:
+            return teacher
+        place = folder / "agents" / f"{cell.game}-{cell.agent}-{cell.seed}"
+        with locked(place), stage(f"{TITLES[cell.agent]} on {cell.game}") as report:
+            if cell.agent == START:
+                start, _ = start_from(teacher, cell.game, TrainingConfig(eps).gamma, cell.seed, progress=report)
+                start.save(place)
+                return start
+            return make_baseline(cell.agent, cell.game, teacher, eps, place, size.decisions, cell.seed, report).policy
+
+    def compute(cell: BaselineCell, player: Teacher | IntervalPolicy) -> Found:
+        found: Found = {"cell": asdict(cell)}
+        if cell.attack == WORST:
+            result = evaluate_suite(player, None, cell.game, "quick", (cell.eps,), size.episodes, cell.seed)
+            worst = result.worst("student", cell.eps)
+            return {**found, **worst, "worst_attack": worst["attack"]}
+        attack = None if cell.attack == CLEAN else PGD(10)
+        played = evaluate(player, cell.game, attack, cell.eps, size.episodes, cell.seed)
+        found |= played.to_json()
+        if cell.attack == CLEAN and isinstance(player, IntervalPolicy):
+            eps = TASKS[cell.game][1]
+            found["acr"] = acr(player, cell.game, eps, size.episodes, cell.seed)
+            record = folder / "agents" / f"{cell.game}-{cell.agent}-{cell.seed}" / RECORD
+            if record.exists():
+                made = read_object(record)
+                found |= {
+                    name: made[name] for name in ("start", "decisions", "minutes", "method", "config") if name in made
+                }
+        return found
+
+    def made_of(cell: BaselineCell, player: Teacher | IntervalPolicy) -> dict[str, nn.Module]:
+        return {f"{cell.agent} {cell.seed}": player}
+
+    return table.fill(agent_of, compute, made_of, progress, task, agent)
+
+
+def table_lines(results: dict[str, Any]) -> list[str]:
+    """The table in Markdown; agents without a cell are left out."""
+    lines = [
+        "| task | ε | agent | clean | PGD-10 | worst of suite `quick` | certified (ACR: SortRL / SA-DQN / RADIAL) | decisions | minutes |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    found = {(e["cell"]["game"], e["cell"]["agent"], e["cell"]["attack"]): e for e in results["cells"]}
+    for task, eps in results["eps"].items():
+        for agent, title in TITLES.items():
+            by_attack = [found.get((task, agent, attack)) for attack in (CLEAN, ATTACKED, WORST)]
+            clean = by_attack[0]
+            if clean is None:
+                continue
+            returns = ["" if cell is None else figure(cell["mean"], cell["sem"]) for cell in by_attack]
+            rates = clean.get("acr")
+            shares = (
+                "" if rates is None else " / ".join(f"{rates[name]:.1%}" for name in ("SortRL", "SA-DQN", "RADIAL"))
+            )
+            cost = f"{clean['decisions']:,} | {clean['minutes']:.1f}" if "minutes" in clean else " | "
+            lines.append(f"| {task} | {eps:g} | {title} | {' | '.join(returns)} | {shares} | {cost} |")
+    return lines
