@@ -12,15 +12,17 @@ from torch import nn
 from sortrl.attacks import PGD
 from sortrl.baselines.interval_q.acr import acr
 from sortrl.baselines.interval_q.making import NAMES, RECORD, make_baseline
-from sortrl.baselines.interval_q.starting import start_from
+from sortrl.baselines.interval_q.starting import DistillationConfig, start_from
 from sortrl.baselines.interval_q.training import TrainingConfig
 from sortrl.core.files import locked, read_object
+from sortrl.core.identity import fingerprint
 from sortrl.core.progress import stage
 from sortrl.evaluate.returns import evaluate
 from sortrl.evaluate.suite import evaluate_suite
 from sortrl.experiments.cells import CellTable, Found, figure, file_name
 from sortrl.experiments.experts import expert, find_teachers
 from sortrl.experiments.figure1 import Scale
+from sortrl.nets.base import FILE_NAME
 from sortrl.nets.interval_policy import IntervalPolicy
 from sortrl.teachers import Teacher
 
@@ -48,13 +50,19 @@ TITLES = {
 
 @dataclass(frozen=True)
 class Size:
-    """Of a scale: decisions of each training (None: the method's own number) and episodes of each cell."""
+    """Of a scale: decisions of each training, episodes of each cell, and how action values are distilled to start from."""
 
-    decisions: int | None
+    decisions: int
+    ppo_decisions: int
     episodes: int
+    distillation: DistillationConfig
 
 
-SIZES = {"smoke": Size(400, 2), "cpu": Size(None, 30), "paper": Size(500_000, 100)}
+SIZES = {
+    "smoke": Size(400, 1_024, 2, DistillationConfig(decisions=800, updates=200)),
+    "cpu": Size(12_000, 61_440, 20, DistillationConfig()),
+    "paper": Size(500_000, 2_000_000, 100, DistillationConfig()),
+}
 
 
 @dataclass(frozen=True)
@@ -73,12 +81,13 @@ class BaselineCell:
 
 
 def cells() -> list[BaselineCell]:
-    """Of all tasks: a task's agents one after the other."""
+    """Of all tasks: what PGD-10 does to every agent, then what the whole suite does, which takes longest."""
     return [
         BaselineCell(task, agent, attack, 0.0 if attack == CLEAN else eps)
         for task, (_, eps) in TASKS.items()
+        for attacks in ((CLEAN, ATTACKED), (WORST,))
         for agent in (TEACHER, START, *NAMES)
-        for attack in (CLEAN, ATTACKED, WORST)
+        for attack in attacks
     ]
 
 
@@ -104,11 +113,13 @@ def baselines(
             return teacher
         place = folder / "agents" / f"{cell.game}-{cell.agent}-{cell.seed}"
         with locked(place), stage(f"{TITLES[cell.agent]} on {cell.game}") as report:
+            values = _values(teacher, cell, folder, size.distillation, report)
             if cell.agent == START:
-                start, _ = start_from(teacher, cell.game, TrainingConfig(eps).gamma, cell.seed, progress=report)
-                start.save(place)
-                return start
-            return make_baseline(cell.agent, cell.game, teacher, eps, place, size.decisions, cell.seed, report).policy
+                return values[0]
+            decisions = size.ppo_decisions if cell.agent == "radial-ppo" else size.decisions
+            return make_baseline(
+                cell.agent, cell.game, teacher, eps, place, decisions, cell.seed, report, values
+            ).policy
 
     def compute(cell: BaselineCell, player: Teacher | IntervalPolicy) -> Found:
         found: Found = {"cell": asdict(cell)}
@@ -134,6 +145,20 @@ def baselines(
         return {f"{cell.agent} {cell.seed}": player}
 
     return table.fill(agent_of, compute, made_of, progress, task, agent)
+
+
+def _values(
+    teacher: Teacher,
+    cell: BaselineCell,
+    folder: Path,
+    config: DistillationConfig,
+    report: Callable[[dict[str, Any]], None],
+) -> tuple[IntervalPolicy, str]:
+    """The action values that all methods start from, distilled once for each teacher."""
+    place = folder / "starts" / f"{cell.game}-{cell.seed}-{fingerprint(teacher)[:12]}"
+    if not (place / FILE_NAME).exists():
+        start_from(teacher, cell.game, TrainingConfig.gamma, cell.seed, config, report)[0].save(place)
+    return IntervalPolicy.load(place), "distilled from its play"
 
 
 def table_lines(results: dict[str, Any]) -> list[str]:

@@ -20,6 +20,7 @@ from sortrl.core.errors import SortRLError
 from sortrl.core.files import write_json
 from sortrl.envs import describe
 from sortrl.evaluate import provenance
+from sortrl.nets.interval_policy import IntervalPolicy
 from sortrl.teachers.load.load import check_fit
 from sortrl.teachers.teacher import Teacher
 
@@ -38,6 +39,7 @@ Name = Literal[
 ]
 NAMES: tuple[Name, ...] = get_args(Name)
 RECORD = "baseline.json"
+SENSORS_KAPPA = 0.1  # of SA-DQN where rewards are not clipped, so that action values are a hundred times those of Atari
 
 _METHODS: dict[str, Method] = {
     "rs-dqn": RSDQN(),
@@ -64,14 +66,16 @@ def make_baseline(
     decisions: int | None = None,
     seed: int = 0,
     progress: Progress | None = None,
+    values: tuple[IntervalPolicy, str] | None = None,
 ) -> Tuned:
     """Train the agent called ``name`` (one of ``NAMES``) from a teacher; into ``out_dir`` go its policy, ``baseline.json`` and the
-    checkpoints that the same call goes on from."""
+    checkpoints that the same call goes on from. ``values`` are what :func:`start_from` gave, where several methods start from the same."""
     if name not in NAMES:
         raise SortRLError(f"There is no baseline {name[:60]!r}; choose one of {', '.join(NAMES)}.")
     if decisions is not None and decisions < 1:
         raise SortRLError(f"baseline: {decisions} decisions, expected at least 1.")
-    check_fit(teacher, describe(env_id))
+    info = describe(env_id)
+    check_fit(teacher, info)
     folder = None if out_dir is None else Path(out_dir)
     settings: dict[str, Any]
     if name == "radial-ppo":
@@ -81,8 +85,10 @@ def make_baseline(
         made = radial_ppo(start, env_id, config, folder, seed, progress)
     else:
         training = _with(TrainingConfig(eps), decisions)
-        start, origin = start_from(teacher, env_id, training.gamma, seed, progress=progress)
+        start, origin = values or start_from(teacher, env_id, training.gamma, seed, progress=progress)
         part: Any = _COURSES.get(name) or _METHODS[name]
+        if isinstance(part, SADQN) and not info.is_image:
+            part = replace(part, kappa=SENSORS_KAPPA)
         settings = {"method": asdict(part), "config": asdict(training)}
         if isinstance(part, Curriculum):
             made = bootstrapped(start, env_id, part, training, folder, seed, progress)

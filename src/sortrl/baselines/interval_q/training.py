@@ -66,7 +66,7 @@ class TrainingConfig:
     """Updates between copies to the target network."""
     exploration: float = 0.05
     """Share of random actions."""
-    tests: int = 6
+    tests: int = 4
     """In the last fifth of the decisions the agent is tested this often, and the best one is kept."""
     test_episodes: int = 10
     """Episodes of a test, under PGD-10 at ``eps``."""
