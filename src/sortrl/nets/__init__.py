@@ -7,6 +7,7 @@ from sortrl.nets import zoo
 from sortrl.nets.base import CertifiedPolicy, load_policy
 from sortrl.nets.front import AveragePool, BoundedConv, Centre, Crop, Pixels, Ramp, Scale
 from sortrl.nets.hybrid import HybridConfig, HybridPolicy
+from sortrl.nets.interval_policy import IntervalConfig, IntervalPolicy
 from sortrl.nets.intervals import IntervalHead
 from sortrl.nets.layers import MeanShift, SortConv, SortLinear, truncated_mix
 from sortrl.nets.sort import PolicyConfig, SortPolicy
@@ -20,7 +21,9 @@ __all__ = [
     "Crop",
     "HybridConfig",
     "HybridPolicy",
+    "IntervalConfig",
     "IntervalHead",
+    "IntervalPolicy",
     "MeanShift",
     "Pixels",
     "PolicyConfig",
@@ -48,13 +51,13 @@ def sort_layers_only(policy: CertifiedPolicy, what: str) -> SortPolicy:
     return policy
 
 
-def load(path: str | Path) -> SortPolicy | HybridPolicy | RoundedPolicy:
+def load(path: str | Path) -> SortPolicy | HybridPolicy | RoundedPolicy | IntervalPolicy:
     """A saved policy of any kind, from its directory or the file itself, or from the zoo (``"zoo:NAME"``).
 
     >>> load("zoo:cartpole").n_actions
     2
     """
-    kinds = (SortPolicy, HybridPolicy, RoundedPolicy)
+    kinds = (SortPolicy, HybridPolicy, RoundedPolicy, IntervalPolicy)
     policy = load_policy(zoo.locate(path), {kind.kind: kind for kind in kinds})
     assert isinstance(policy, kinds)
     return policy
