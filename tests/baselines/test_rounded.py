@@ -24,7 +24,7 @@ from sortrl.distill import SortRecipe
 from sortrl.envs import greedy_returns
 from sortrl.envs.info import make_env
 from sortrl.nets import RoundedPolicy
-from sortrl.nets.norm import Norm
+from sortrl.nets.intervals import Norm
 from sortrl.nets.thresholds import UNUSED
 from sortrl.runs.config import robustify_config
 from sortrl.runs.run import read_run

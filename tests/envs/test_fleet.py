@@ -7,8 +7,8 @@ import pytest
 
 from sortrl.core.errors import SortRLError
 from sortrl.envs import Fleet, ParallelFleet
-from sortrl.envs.fleet import Lessons
 from sortrl.envs.info import make_env
+from sortrl.envs.vector import Lessons
 
 BREAKOUT = "sortrl/Breakout10-v0"
 

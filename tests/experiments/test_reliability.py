@@ -43,8 +43,8 @@ from sortrl.nets import SortPolicy, zoo
 from sortrl.runs.run import read_run
 from sortrl.runs.zoo import _training
 from sortrl.teachers import load_normalizer, load_teacher
-from sortrl.teachers.evolution import Evolution
 from sortrl.teachers.load.archives import read_state
+from sortrl.teachers.steadying import Evolution
 from sortrl.verify import read_safetensors, verify
 
 

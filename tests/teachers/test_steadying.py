@@ -12,7 +12,7 @@ from helpers import restless
 from sortrl.core.errors import SortRLError
 from sortrl.core.normalizer import Normalizer
 from sortrl.teachers import Architecture, SteadyConfig, Teacher, load_teacher, steadied, steadying
-from sortrl.teachers.evolution import Evolution
+from sortrl.teachers.steadying import Evolution
 
 CARTPOLE = "CartPole-v1"
 

@@ -4,10 +4,9 @@
 from __future__ import annotations
 
 from sortrl.envs.branching import Simulator
-from sortrl.envs.fleet import Fleet, ParallelFleet
 from sortrl.envs.info import EnvInfo, describe
 from sortrl.envs.player import Episode, Predicts, greedy_returns, play_episodes
-from sortrl.envs.slots import EnvSlots
+from sortrl.envs.vector import EnvSlots, Fleet, ParallelFleet
 
 __all__ = [
     "EnvInfo",

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sortrl.core.errors import SortRLError
-from sortrl.envs.slots import EnvSlots
+from sortrl.envs.vector import EnvSlots
 
 Obs = npt.NDArray[Any]
 

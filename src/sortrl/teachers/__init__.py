@@ -15,13 +15,10 @@ from sortrl.teachers.config import (
 from sortrl.teachers.hardening import HardenConfig, hardened
 from sortrl.teachers.load.load import load_teacher
 from sortrl.teachers.load.vecnormalize import load_normalizer, save_normalizer
-from sortrl.teachers.quantizing import quantized
-from sortrl.teachers.sampling import sampled
-from sortrl.teachers.smoothing import smoothed
-from sortrl.teachers.starting import decided_at_start
 from sortrl.teachers.steadying import SteadyConfig, steadied
 from sortrl.teachers.teacher import Teacher
 from sortrl.teachers.train_sb3 import train_teacher
+from sortrl.teachers.wrappers import decided_at_start, quantized, sampled, smoothed
 
 __all__ = [
     "DQN_TEACHERS",

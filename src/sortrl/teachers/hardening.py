@@ -19,6 +19,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
+from sortrl.attacks import PGD
+from sortrl.attacks.valid import valid_range
 from sortrl.core.checkpoint import Checkpoint, damage_named, part, prefixed
 from sortrl.core.errors import SortRLError
 from sortrl.core.identity import fingerprint
@@ -90,34 +92,27 @@ class HardenConfig:
 
 
 class Adversary:
-    """Steps along the sign of the gradient against an agent's own decision, within the declared range of observations."""
+    """PGD against an agent that is still learning, within the declared range of observations."""
 
     def __init__(self, teacher: Teacher, info: EnvInfo, steps: int) -> None:
-        self.low, self.high = (_in_units(teacher, bound) for bound in (info.valid_low, info.valid_high))
-        self.steps = steps
+        self.teacher, self.attack = teacher, PGD(steps, step_share=1.0 / steps)
+        self.low, self.high = valid_range(teacher, info)
 
     def __call__(self, body: nn.Module, unit: Tensor, sizes: Tensor) -> Tensor:
         """What to show the agent in the place of ``unit`` (batch, size), each within its own distance (batch,)."""
-        eps = sizes[:, None]
-        # An observation that lies outside of its range already may stay there.
-        low = torch.maximum(unit - eps, torch.minimum(self.low, unit))
-        high = torch.minimum(unit + eps, torch.maximum(self.high, unit))
-        with torch.no_grad():
-            own = body(unit).argmax(1)
-        shown = unit
-        for _ in range(self.steps):
-            shown = shown.detach().requires_grad_(True)
-            loss = nn.functional.cross_entropy(body(shown), own, reduction="sum")
-            gradient = torch.autograd.grad(loss, shown)[0]
-            shown = torch.clamp(shown.detach() + eps / self.steps * gradient.sign(), low, high)
-        return shown
+        return self.attack(_Learning(self.teacher, body), unit, sizes, self.low, self.high).perturbed
 
 
-def _in_units(teacher: Teacher, bounds: npt.NDArray[np.float64]) -> Tensor:
-    """Declared bounds of observations in the teacher's units; infinite where there are none."""
-    finite = np.isfinite(bounds)
-    unit = teacher.normalize(np.where(finite, bounds, 0.0)[None])[0]
-    return torch.where(torch.from_numpy(finite), unit, torch.from_numpy(np.where(finite, 0.0, bounds)).float())
+class _Learning:
+    """The teacher with the weights that it has just now, as attacks know a policy."""
+
+    def __init__(self, teacher: Teacher, body: nn.Module) -> None:
+        self.body, self.normalize = body, teacher.normalize
+        self.obs_shape, self.n_actions, self.predict = teacher.obs_shape, teacher.n_actions, teacher.predict
+
+    def scores(self, unit: Tensor) -> Tensor:
+        result: Tensor = self.body(unit)
+        return result
 
 
 class _Run:

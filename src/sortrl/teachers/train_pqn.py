@@ -29,7 +29,7 @@ from sortrl.core.normalizer import Normalizer
 from sortrl.core.progress import Progress
 from sortrl.core.seeding import generators_restored, one_thread
 from sortrl.envs import EnvInfo, Fleet, ParallelFleet, Predicts
-from sortrl.envs.fleet import Lessons
+from sortrl.envs.vector import Lessons
 from sortrl.nets.architecture import Architecture
 from sortrl.teachers.config import PQNConfig
 from sortrl.teachers.grading import LOG_FILE, grade

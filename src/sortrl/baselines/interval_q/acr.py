@@ -15,7 +15,7 @@ from sortrl.attacks.valid import valid_range
 from sortrl.baselines.interval_q.network import Valid, box, gathered
 from sortrl.envs import describe
 from sortrl.envs.player import Episode, Obs, play_episodes
-from sortrl.envs.slots import EnvSlots
+from sortrl.envs.vector import EnvSlots
 from sortrl.evaluate.returns import episode_seeds
 from sortrl.nets.interval_policy import IntervalPolicy
 

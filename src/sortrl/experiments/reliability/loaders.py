@@ -33,9 +33,8 @@ from sortrl.report.page import FILM, _film_in
 from sortrl.runs.run import read_run, trained_eps
 from sortrl.runs.zoo import _training, described, publish, summed_up
 from sortrl.teachers import Teacher, load_normalizer, load_teacher
-from sortrl.teachers.evolution import Evolution
 from sortrl.teachers.load.vecnormalize import save_normalizer
-from sortrl.teachers.steadying import FILE_NAME, _keep, _restored
+from sortrl.teachers.steadying import FILE_NAME, Evolution, _keep, _restored
 from sortrl.teachers.train_sb3 import _is_finished, _read_state, make_model, restore
 from sortrl.verify import verify
 

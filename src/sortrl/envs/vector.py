@@ -1,11 +1,13 @@
-"""Many games side by side for training: one that ends starts again by itself, and a fleet can be stored and restored."""
+"""One vector of environments: slots, each with an episode of its own seed. On top of it, fleets for training, in which an episode
+that ends is followed by the next, and which can be stored, restored and shared out among processes."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
+from types import TracebackType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,6 +18,85 @@ from sortrl.envs.info import describe, make_env
 from sortrl.envs.registry import STICKY
 
 State = dict[str, npt.NDArray[np.int64]]
+
+
+class EnvSlots:
+    """``n`` plain environments stepped one by one; the caller batches the policy, not the physics.
+
+    Gymnasium's vector environments restart an episode with a seed of their own choosing. An evaluation that is to be
+    repeated, or compared with another one, needs every episode to start from a seed it names: hence slots.
+
+    >>> with EnvSlots("CartPole-v1", 2) as slots:
+    ...     obs = slots.reset(0, seed=7)
+    ...     obs, reward, done = slots.step(0, 1)
+    >>> reward, done
+    (1.0, False)
+    """
+
+    def __init__(
+        self,
+        env_id: str,
+        n: int,
+        max_episode_steps: int | None = None,
+        options: Callable[[int], Mapping[str, Any]] | None = None,
+    ) -> None:
+        if n < 1:
+            raise SortRLError(f"EnvSlots: n is {n}, expected at least one environment.")
+        self.info = describe(env_id)
+        of_slot = options or (lambda slot: {})
+        self._envs = [make_env(env_id, max_episode_steps, **of_slot(slot)) for slot in range(n)]
+        self._playing = [False] * n
+        # How the last step of each slot ended: a terminated episode is over for good, a truncated one ran out of time.
+        self.terminated = np.zeros(n, dtype=bool)
+        self.truncated = np.zeros(n, dtype=bool)
+        self.lives = np.zeros(n, dtype=int)  # that are left after the last step, where the environment tells
+        self.starts = np.full(n, -1)  # which of the task's starts each slot's episode has, if the environment tells
+
+    def __len__(self) -> int:
+        return len(self._envs)
+
+    def reset(self, slot: int, seed: int) -> npt.NDArray[Any]:
+        """Start the episode that ``seed`` names; returns its first raw observation."""
+        obs, info = self._envs[slot].reset(seed=seed)
+        self._playing[slot], self.starts[slot] = True, info.get("start", -1)
+        self.terminated[slot] = self.truncated[slot] = False
+        return np.asarray(obs)
+
+    def resume(self, slot: int, **options: Any) -> npt.NDArray[Any]:
+        """Go on after an episode's end without a new seed: with the next life, or as ``options`` tell the environment."""
+        obs, _ = self._envs[slot].reset(options=options or None)
+        self._playing[slot] = True
+        return np.asarray(obs)
+
+    def begin(self, slots: Iterable[int], actions: Iterable[int]) -> None:
+        """Tell which steps come next. Environments with a thread of their own start them; ``step`` collects the results."""
+        for slot, action in zip(slots, actions, strict=True):
+            begin = getattr(self._envs[slot].unwrapped, "begin", None)
+            if begin is not None:
+                begin(int(action))
+
+    def step(self, slot: int, action: int) -> tuple[npt.NDArray[Any], float, bool]:
+        """Play one action; returns the raw observation, the reward and whether the episode is over."""
+        if not self._playing[slot]:
+            raise SortRLError(f"EnvSlots: slot {slot} has no episode under way. Call reset(slot, seed) first.")
+        obs, reward, terminated, truncated, info = self._envs[slot].step(int(action))
+        done = bool(terminated or truncated)
+        self.terminated[slot], self.truncated[slot], self._playing[slot] = terminated, truncated, not done
+        self.lives[slot] = info.get("lives", 0)
+        return np.asarray(obs), float(reward), done
+
+    def close(self) -> None:
+        """Close every environment. Safe to call twice."""
+        while self._envs:
+            self._envs.pop().close()
+
+    def __enter__(self) -> EnvSlots:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
 
 
 class Steps(NamedTuple):
@@ -77,7 +158,11 @@ class Fleet:
         self.info, self.seed = describe(env_id), seed
         self.games = list(range(n)) if games is None else list(games)
         self.lessons = lessons or Lessons()
-        self._envs = [make_env(env_id, **(options or {}), **self.lessons.options_of(game)) for game in self.games]
+        self._slots = EnvSlots(
+            env_id,
+            len(self.games),
+            options=lambda slot: {**(options or {}), **self.lessons.options_of(self.games[slot])},
+        )
         self.obs = np.zeros((len(self.games), *self.info.obs_shape), self.info.obs_dtype)
         self._episode = np.zeros(len(self.games), np.int64)
         self._return = np.zeros(len(self.games))
@@ -108,27 +193,27 @@ class Fleet:
 
     def _start(self, slot: int, episode: int) -> None:
         name = np.random.SeedSequence([self.seed, 5, self.games[slot], episode])
-        self.obs[slot], _ = self._envs[slot].reset(seed=int(name.generate_state(1)[0] >> 1))
+        self.obs[slot] = self._slots.reset(slot, int(name.generate_state(1)[0] >> 1))
         self._episode[slot], self._return[slot], self._idle[slot], self._actions[slot] = episode, 0.0, 0, []
 
     def _step(self, slot: int, action: int) -> tuple[float, bool, bool, float]:
-        env = self._envs[slot]
-        self.obs[slot], reward, terminated, truncated, info = env.step(action)
+        self.obs[slot], reward, _ = self._slots.step(slot, action)
+        terminated, truncated = bool(self._slots.terminated[slot]), bool(self._slots.truncated[slot])
         self._actions[slot].append(action)
-        self._return[slot] += float(reward)
+        self._return[slot] += reward
         total = float(self._return[slot])
         self._idle[slot] = 0 if reward else self._idle[slot] + 1
         stuck = not terminated and 0 < self.lessons.patience <= self._idle[slot]
         terminated = terminated or stuck
-        if terminated and not stuck and info.get("lives", 0) > 0:  # the game goes on with the next life
-            self.obs[slot], _ = env.reset()
+        if terminated and not stuck and self._slots.lives[slot] > 0:  # the game goes on with the next life
+            self.obs[slot] = self._slots.resume(slot)
             self._return[slot] = self._idle[slot] = 0
         elif terminated and self._tries_again(slot):
-            self.obs[slot], _ = env.reset(options={"rewind": True})
+            self.obs[slot] = self._slots.resume(slot, rewind=True)
             self._return[slot] = self._idle[slot] = 0
         elif terminated or truncated:
             self._start(slot, int(self._episode[slot]) + 1)
-        return float(reward), bool(terminated), bool(truncated), total
+        return reward, terminated, truncated, total
 
     def _tries_again(self, slot: int) -> bool:
         """Drawn anew for every end of a game, and the same when it is played again."""
@@ -155,8 +240,7 @@ class Fleet:
 
     def close(self) -> None:
         """Close every game. Safe to call twice."""
-        while self._envs:
-            self._envs.pop().close()
+        self._slots.close()
 
 
 class ParallelFleet:
