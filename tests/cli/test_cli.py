@@ -133,9 +133,7 @@ def test_mistakes_give_one_clear_line(capsys, run, arguments, message):
 
 
 def test_importing_prints_nothing_and_stays_light():
-    code = (
-        "import sys, sortrl.core.errors; print(sorted(m for m in ('tensorboard', 'matplotlib.pyplot') if m in sys.modules))"
-    )
+    code = "import sys, sortrl.core.errors; print(sorted(m for m in ('tensorboard', 'matplotlib.pyplot') if m in sys.modules))"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout.strip() == "[]"
     assert run.stderr == ""
