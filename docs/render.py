@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from sortrl.core.files import write_text
-from sortrl.experiments import atari, bench, compute_lines, procgen
+from sortrl.experiments import atari, baseline_lines, bench, compute_lines, procgen
 from sortrl.experiments.cells import figure
 from sortrl.report.charts import episode_chart
 from sortrl.report.figures import save_png
@@ -225,6 +225,10 @@ def compute_table(results: dict[str, Any]) -> str:
     return "\n".join(compute_lines(results))
 
 
+def baselines_table(results: dict[str, Any]) -> str:
+    return "\n".join(baseline_lines(results))
+
+
 def images_table(results: dict[str, Any]) -> str:
     """Median radii where there are too many pixels for a complete search: what the valid range adds."""
     lines = [
@@ -253,6 +257,7 @@ TABLES = {
     "table3": ("table3", atari_table),
     "table4": ("table4", procgen_table),
     "compute": ("compute", compute_table),
+    "baselines": ("baselines", baselines_table),
     "bench": ("bench", bench_table),
 }
 

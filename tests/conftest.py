@@ -43,7 +43,7 @@ def student() -> SortPolicy:
     """A small certified policy for CartPole-v1, distilled from :func:`helpers.balancer`; tests leave it as it is."""
     from helpers import balancer
     from sortrl.data.collect import CollectConfig, collect
-    from sortrl.distill.loop import DistillConfig, distill
+    from sortrl.distill import DistillConfig, distill
     from sortrl.nets import SortPolicy
 
     data = collect(balancer(), "CartPole-v1", CollectConfig(states=4000), seed=0)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from sortrl.core.errors import SortRLError
     from sortrl.core.records import Certificate, Decision, Demonstrations, EvalResult
     from sortrl.data.collect import collect
-    from sortrl.distill.loop import DistillConfig, distill
+    from sortrl.distill import DistillConfig, distill
     from sortrl.evaluate.monitor import Monitor
     from sortrl.evaluate.returns import evaluate
     from sortrl.nets import SortLinear, SortPolicy, load
@@ -50,7 +50,7 @@ _HOME = {
     "Certificate": "sortrl.core.records",
     "Decision": "sortrl.core.records",
     "Demonstrations": "sortrl.core.records",
-    "DistillConfig": "sortrl.distill.loop",
+    "DistillConfig": "sortrl.distill",
     "EvalResult": "sortrl.core.records",
     "Monitor": "sortrl.evaluate.monitor",
     "SortLinear": "sortrl.nets",
@@ -58,7 +58,7 @@ _HOME = {
     "SortRLError": "sortrl.core.errors",
     "Teacher": "sortrl.teachers",
     "collect": "sortrl.data.collect",
-    "distill": "sortrl.distill.loop",
+    "distill": "sortrl.distill",
     "evaluate": "sortrl.evaluate.returns",
     "load": "sortrl.nets",
     "load_teacher": "sortrl.teachers",

@@ -20,6 +20,7 @@ from sortrl.core.files import read_json, read_tensors, write_tensors
 from sortrl.core.normalizer import Normalizer
 from sortrl.core.records import Demonstrations
 from sortrl.data.collect import CollectConfig, collect
+from sortrl.distill import SortRecipe
 from sortrl.envs import greedy_returns
 from sortrl.envs.info import make_env
 from sortrl.nets import RoundedPolicy
@@ -280,11 +281,10 @@ def test_what_cannot_be_rounded_is_refused():
 
 def test_the_preset_has_options_of_its_own():
     config = robustify_config("sortrl/Pong84-v0", preset="rounded", gap=0.02, steps=7)
-    assert config.rounding is not None
-    assert (config.rounding.gap, config.rounding.steps, config.training.steps) == (0.02, 7, 7)
+    assert (config.student.rounding.gap, config.student.rounding.steps) == (0.02, 7)
     with pytest.raises(SortRLError, match="no option 'rho'"):
         robustify_config("sortrl/Pong84-v0", preset="rounded", rho=0.1)
-    assert robustify_config("sortrl/Pong84-v0").rounding is None
+    assert isinstance(robustify_config("sortrl/Pong84-v0").student, SortRecipe)
 
 
 def test_the_whole_job_on_a_small_game(tmp_path):

@@ -16,7 +16,7 @@ from sortrl import ops
 from sortrl.certify import acr, certified_for, certified_levels, certified_shares, raw_radii
 from sortrl.core.errors import SortRLError
 from sortrl.core.normalizer import Normalizer
-from sortrl.nets import BoundedConv, MeanShift, SortPolicy
+from sortrl.nets import BoundedConv, Centre, MeanShift, SortPolicy
 from sortrl.nets.float_bounds import box_around, proven, rounding_error, score_bounds, stages, traced_scores
 
 BACKENDS = ("auto", "reference")
@@ -40,6 +40,8 @@ def build(seed: int, inputs=3, actions=3, width=6, depth=3, rho=0.3, decades=1.0
         if isinstance(part, BoundedConv):
             part.bias.copy_(uneven(torch.randn_like(part.bias), decades))
             part.settle()
+        if isinstance(part, Centre):
+            part.centres.copy_(uneven(torch.randn_like(part.centres), decades))
     return policy
 
 
@@ -57,6 +59,11 @@ def exact_scores(policy: SortPolicy, unit: torch.Tensor) -> list[Fraction]:
     for part in policy.front:
         x = exact_convolution(part, x) if isinstance(part, BoundedConv) else x
     x = x.reshape(-1)[list(config.pixels)] if config.pixels else x
+    if config.ramp_width:
+        width, limit = (Fraction(float(np.float32(part))) for part in (config.ramp_width, config.ramp_limit))
+        (centres,) = (part.centres.tolist() for part in policy.front if isinstance(part, Centre))
+        ramps = [(v - Fraction(t)) / width for v, t in zip(x.reshape(-1), centres, strict=True)]
+        x = np.array([min(max(v, -limit), limit) for v in ramps], dtype=object)
     factor = Fraction(float(np.float32(config.scale)))
     values, shape = [v * factor for v in x.reshape(-1)], x.shape
     for index, layer in enumerate(policy.layers):
@@ -135,6 +142,9 @@ def test_the_bound_is_not_idle():
         {"pool": 3, "scale": 5.0},
         {"pool": 2, "scale": 5.0, "pixels": (3, 0, 2)},
         {"crop": (1, 0, 0, 2), "pool": 2},
+        {"ramp_width": 20 / 255, "pixels": (5, 9, 5, 2)},
+        {"ramp_width": 3e4, "ramp_limit": 1.5},
+        {"ramp_width": 7.0, "ramp_limit": 1e4, "pool": 2, "pixels": (3, 3, 0)},
         {"conv": ((3, 3, 2),), "scale": 3.0},
         {"conv": ((3, 3, 1), (2, 2, 2)), "crop": (1, 0, 0, 2)},
         {"bounded_conv": ((4, 3, 2),), "scale": 30.0},
@@ -201,6 +211,29 @@ def test_no_float32_input_at_all_within_a_radius_changes_the_action(offset):
             tried, states = tried + len(inputs), states + 1
     assert states > 20
     assert tried > states, "some radii must hold more than the state itself"
+
+
+@pytest.mark.parametrize("width", [0.05, 0.3, 2.0])
+def test_every_float32_input_within_a_box_radius_keeps_the_action(width):
+    """In one dimension, where all inputs next to the border of a radius can be tried, and far within it."""
+    tried = 0
+    for seed in range(60):
+        policy = build(
+            seed, inputs=1, width=5, depth=3, rho=0.0, decades=0.3, ramp_width=width, pixels=(0, 0, 0)
+        ).eval()
+        x = torch.rand(20, 1)
+        policy.calibrate(torch.rand(200, 1))
+        policy.bias += policy.scores(torch.rand(200, 1)).mean(0)
+        certificate = policy.certify_unit(x)
+        for state, radius, action in zip(x[:, 0].tolist(), certificate.radius, certificate.action, strict=True):
+            if 0 < radius < 1:
+                ends = np.float32([state - radius, state + radius])
+                around = np.concatenate([floats_within(end, 1.0, 300) for end in ends])
+                inside = around[np.abs(around.astype(np.float64) - float(np.float32(state))) <= radius]
+                inputs = np.concatenate([inside, np.linspace(*ends, 200, dtype=np.float32)[1:-1]])
+                assert (policy.scores(torch.from_numpy(inputs)[:, None]).argmax(1).numpy() == action).all()
+                tried += 1
+    assert tried > 200
 
 
 def test_a_radius_without_slack_would_be_wrong():

@@ -26,9 +26,11 @@ from sortrl.attacks import Attack
 from sortrl.core.errors import MissingDependency
 from sortrl.core.normalizer import Normalizer
 from sortrl.core.records import Demonstrations
-from sortrl.distill.loop import DistillConfig, distill
+from sortrl.distill import DistillConfig, distill
 from sortrl.envs import EnvSlots, describe
-from sortrl.nets import CertifiedPolicy, HybridPolicy, RoundedPolicy, SortPolicy
+from sortrl.nets import Centre, CertifiedPolicy, HybridPolicy, RoundedPolicy, SortPolicy
+from sortrl.nets.base import ranked
+from sortrl.nets.float_bounds import margin_radius
 from sortrl.teachers import Teacher
 
 TASKS = ("CartPole-v1", "Acrobot-v1", "MountainCar-v0", "LunarLander-v3")
@@ -213,6 +215,24 @@ def test_the_hunt_catches_an_unsound_certificate(quarries, lie):
     assert changed > 10, f"only {changed} of {attacked} false claims were found out"
 
 
+def test_boxes_prove_more_than_the_margin_and_the_hunt_catches_a_little_more_than_they_prove():
+    policy = some_policy("ramp").eval().requires_grad_(False)
+    unit = torch.rand(2000, *IMAGE)
+    policy.calibrate(unit)
+    without_favourites(policy, unit)
+    quarry = Quarry("ramps", policy, unit)
+    network = policy.evaluation()
+    scores, magnitudes = network.traced(unit)
+    margin = torch.from_numpy(margin_radius(network.bound, magnitudes.numpy(), ranked(scores, unit)[2]))
+    assert (radii(quarry) >= margin).all()
+    assert float(radii(quarry).median()) > 1.5 * float(margin.median()), "boxes would be of no use"
+    attacked, changed = hunt(policy, unit, radii(quarry), SWEEP)
+    assert attacked > 1500
+    assert changed == 0, f"{changed} of {attacked} certified actions changed"
+    _, changed = hunt(policy, unit, 1.1 * radii(quarry), SWEEP)
+    assert changed > 20, f"only {changed} of {attacked} false claims were found out"
+
+
 # Policies with a past
 
 IMAGE = (2, 6, 6)
@@ -224,6 +244,10 @@ def some_policy(kind: str) -> CertifiedPolicy:
         return SortPolicy((4,), 3, width=16, depth=3)
     if kind == "convolution":
         return SortPolicy(IMAGE, 3, width=16, depth=2, bounded_conv=((4, 3, 1),), scale=3.0)
+    if kind == "ramp":  # some pixels through two ramps, some through one, some not at all
+        policy = SortPolicy(IMAGE, 3, width=16, depth=3, rho=0.0, pixels=(*range(60), *range(30)), ramp_width=0.2)
+        next(part for part in policy.front if isinstance(part, Centre)).centres.copy_(torch.rand(90))
+        return policy
     if kind == "hybrid":
         return HybridPolicy(IMAGE, 3, width=16, depth=1, bounded_conv=((4, 3, 1),), hidden=(8,))
     rounded = RoundedPolicy(IMAGE, 3, levels=1, conv=((4, 3, 1),), hidden=(8,))
@@ -279,7 +303,7 @@ PASTS: tuple[Callable[[CertifiedPolicy, Tensor, Path], CertifiedPolicy], ...] = 
 
 
 @pytest.mark.parametrize("past", PASTS)
-@pytest.mark.parametrize("kind", ["sort", "convolution", "hybrid", "rounded"])
+@pytest.mark.parametrize("kind", ["sort", "convolution", "ramp", "hybrid", "rounded"])
 def test_no_certified_action_can_be_changed_whatever_the_policy_went_through(kind, past, tmp_path):
     policy = some_policy(kind).eval().requires_grad_(False)
     unit = torch.rand(200, *policy.obs_shape)

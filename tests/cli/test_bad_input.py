@@ -28,7 +28,7 @@ from sortrl.core.normalizer import Normalizer
 from sortrl.core.records import Demonstrations
 from sortrl.data.collect import CollectConfig, collect
 from sortrl.data.dataset import load_demonstrations, merge, split
-from sortrl.distill.loop import DistillConfig, distill
+from sortrl.distill import DistillConfig, distill
 from sortrl.envs import describe
 from sortrl.evaluate.returns import evaluate
 from sortrl.evaluate.suite import evaluate_suite

@@ -94,7 +94,7 @@ def test_options_of_robustify_reach_the_run(monkeypatch, tmp_path):
     def configured(self, *_arguments, **_named):
         raise Stop(self.config)
 
-    monkeypatch.setattr("sortrl.runs.run.Run.teacher", configured)
+    monkeypatch.setattr("sortrl.runs.stages.Run.teacher", configured)
     options = ("--harden", "0.3", "--candidates", "2", "--episodes", "7", "--out", str(tmp_path / "run"))
     with pytest.raises(Stop) as stop:
         cli.main(["robustify", "CartPole-v1", *options])

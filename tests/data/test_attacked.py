@@ -11,7 +11,7 @@ from sortrl.attacks import PGD
 from sortrl.core.errors import SortRLError
 from sortrl.data.attacked import UnderAttack
 from sortrl.data.collect import CollectConfig, collect
-from sortrl.distill.loop import DistillConfig, distill
+from sortrl.distill import DistillConfig, distill
 from sortrl.envs import describe
 from sortrl.teachers import decided_at_start, load_teacher, smoothed
 

@@ -14,7 +14,8 @@ from sortrl.core.errors import SortRLError
 from sortrl.core.normalizer import Normalizer
 from sortrl.data.collect import CollectConfig, collect
 from sortrl.data.dataset import split
-from sortrl.distill.loop import EXPONENTS, PRESETS, DistillConfig, distill, imitation_loss, margins, robust_loss
+from sortrl.distill import PRESETS, DistillConfig, distill, imitation_loss, margins, robust_loss
+from sortrl.distill.config import EXPONENTS
 
 TINY = DistillConfig(eps=0.05, steps=40, batch=64, width=24, depth=3)
 
@@ -47,7 +48,7 @@ def test_schedules():
     assert exponents[0] == 8
     assert set(exponents) == {*map(float, EXPONENTS), math.inf}
     assert exponents == sorted(exponents)
-    assert config.lambda_at(0) == config.lambda_start
+    assert config.lambda_at(0) == 1.0
     assert config.lambda_at(999) == pytest.approx(config.lambda_end)
     assert config.cosine(0) == 1.0
     assert config.cosine(1000) == pytest.approx(0.0)

@@ -13,7 +13,10 @@ import torch
 import sortrl
 from sortrl.attacks import PGD
 from sortrl.certify import certified_levels, save_certificates
+from sortrl.data.dataset import load_demonstrations
+from sortrl.distill import DistillConfig, distill
 from sortrl.experiments.certificates import clean_episodes, clipping
+from sortrl.nets import Centre, Ramp
 from sortrl.runs.run import read_run
 from sortrl.teachers.config import PQN_TEACHERS
 from sortrl.verify import verify
@@ -60,9 +63,26 @@ def test_certificates_of_images_hold_and_can_be_checked_by_others(run, tmp_path)
     assert teacher.values(unit) is not None
 
 
+def test_the_student_sees_pixels_through_ramps_across_the_gap_between_black_and_white(run):
+    """Half of what is certified is the gap less the ramp; nothing that is told of this student is true of one without ramps."""
+    _, policy, _ = read_run(run)
+    assert policy.kind == "sort"
+    centre, ramp = (next(part for part in policy.front if isinstance(part, kind)) for kind in (Centre, Ramp))
+    assert ramp.width == pytest.approx(64 / 255)
+    assert torch.allclose(centre.centres, torch.full_like(centre.centres, 0.5))
+    assert 50 < len(centre.centres) < 400, "pixels that never vary are not seen"
+    data = load_demonstrations(run / "data.safetensors")
+    radius = policy.certify(data.obs[:500]).radius
+    assert (radius > 0.24).mean() > 0.95
+
+
 def test_a_pixel_cannot_be_darker_than_black(run):
-    """The valid range adds to the radius, which counts in levels of grey."""
-    env_id, policy, _ = read_run(run)
+    """The valid range adds to the radius, which counts in levels of grey. Behind ramps, which are constant there, it cannot."""
+    env_id, _, teacher = read_run(run)
+    data = load_demonstrations(run / "data.safetensors")
+    how = {"batch": 256, "width": 128, "depth": 3, "lambda_end": 0.5, "warm_share": 0.4}
+    config = DistillConfig(eps=EPS, steps=800, final_share=0.15, exact_share=0.1, **how)
+    policy = distill(data, teacher.normalizer, config).policy
     played = clean_episodes(policy, env_id, 2, seed=4)
     found = clipping(policy, env_id, played, 40, PGD(10), reach=1.0)
     margin, interval, clipped, attack = (

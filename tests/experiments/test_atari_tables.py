@@ -19,7 +19,7 @@ from sortrl.experiments import atari, atari_figures, quoted
 from sortrl.experiments.atari import AGENTS, GAMES, MEMORY, QUANTIZED, ROUNDED, STICKY, STRONGER, STUDENT, TEACHER, Cell
 from sortrl.experiments.teachers import table_lines as teachers_lines
 from sortrl.experiments.teachers import teachers_table
-from sortrl.nets import HybridPolicy
+from sortrl.nets import HybridPolicy, SortPolicy
 from sortrl.runs.config import robustify_config
 from sortrl.runs.tasks import TASKS
 from sortrl.teachers import Architecture, Teacher
@@ -51,7 +51,7 @@ def short_pong(monkeypatch):
     describe(atari.env_id_of("Pong"))  # registers it
     for env_id in (atari.env_id_of("Pong"), "sortrl/Pong84-sticky-v0"):
         monkeypatch.setattr(gym.spec(env_id), "max_episode_steps", 10)
-    small = {"collect": CollectConfig(states=60), "bounded_conv": ((4, 8, 4), (8, 20, 1))}
+    small = {"collect": CollectConfig(states=60), "width": 8}
     rounded = {**atari.SMOKE_STUDENTS[ROUNDED], "collect": CollectConfig(states=60), "conv": ((4, 8, 4),)}
     students = {STUDENT: {**atari.SMOKE_STUDENTS[STUDENT], **small}, ROUNDED: rounded}
     students[MEMORY] = {"collect": CollectConfig(states=1200)}
@@ -97,18 +97,19 @@ def test_students_see_the_whole_image_and_are_small(game):
     config = robustify_config(task.env_id, train_teacher=False)
     assert task.eps == pytest.approx(2 / 255)
     assert config.collect.states == 100_000
-    policy = HybridPolicy(
-        SHAPE, 6, width=config.distill.width, depth=1, hidden=(), bounded_conv=config.distill.bounded_conv
-    )
-    assert policy.trunk.front[2].out_shape == (256, 1, 1)
-    assert policy.parameter_count < 2_500_000
+    made = config.student.distill
+    assert made.ramps
+    assert made.head is None, "sort layers alone"
+    # Pong offers the most: 9,362 ramps.
+    shape = {"width": made.width, "depth": made.depth, "pixels": (0,) * 9362, "ramp_width": 30 / 255}
+    assert 2 * SortPolicy(SHAPE, 6, **shape).parameter_count < 5_000_000, "bytes in half precision"
 
 
 @pytest.mark.parametrize("env_id", ["sortrl/Pong84-v0", "sortrl/Jumper-train-v0"])
 def test_the_printed_recipe_for_images_is_a_preset(env_id):
     """Six sort layers of 1280, two linear ones of 256, theta = 2.2 eps, 100,000 states, batches of 512, 2,000 iterations."""
     config = robustify_config(env_id, preset="paper", train_teacher=False)
-    made = config.distill
+    made = config.student.distill
     assert (made.width, made.depth, made.head, made.rho) == (1280, 6, (256, 256), 0.3)
     assert made.theta == pytest.approx(2.2 * config.eps)
     assert (config.collect.states, made.batch, made.steps, config.dagger_rounds) == (100_000, 512, 2000, 0)

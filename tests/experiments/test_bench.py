@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from sortrl.core.errors import SortRLError
-from sortrl.distill.loop import PRESETS
+from sortrl.distill import PRESETS
 from sortrl.experiments import bench
 from sortrl.experiments.bench import games
 from sortrl.experiments.bench.attacked import AttackedPlay

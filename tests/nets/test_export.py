@@ -11,7 +11,7 @@ from sortrl import cli
 from sortrl.core.files import write_json
 from sortrl.core.normalizer import Normalizer
 from sortrl.data.collect import CollectConfig, collect
-from sortrl.nets import SortPolicy
+from sortrl.nets import Centre, SortPolicy
 from sortrl.nets.float_bounds import rounding_error, stages, traced_scores
 
 onnx = pytest.importorskip("onnx", reason="writing ONNX needs the extra sortrl[onnx]")
@@ -83,6 +83,28 @@ def test_images_with_every_front_end(conv, bounded_conv, tmp_path):
 def test_chosen_pixels(tmp_path):
     policy, obs = _pixels(pixels=(100, 3, 57))
     compare(policy, obs, run(policy, obs, tmp_path / "pixels.onnx"))
+
+
+def test_ramps(tmp_path):
+    """The same scores; the radius is that of the margin, below what boxes prove."""
+    torch.manual_seed(0)
+    shape = (1, 8, 8)
+    normalizer = Normalizer.from_pixels(shape)
+    places = (*range(40), *range(20))
+    policy = SortPolicy(shape, 3, 16, 3, 0.0, pixels=places, ramp_width=0.1, ramp_limit=1.5, normalizer=normalizer)
+    policy.requires_grad_(False)
+    next(part for part in policy.front if isinstance(part, Centre)).centres.copy_(torch.rand(60))
+    obs = np.random.default_rng(0).integers(0, 256, (300, *shape)).astype(np.float32)
+    unit = policy.normalize(obs)
+    policy.calibrate(unit)
+    policy.bias += policy.scores(unit).mean(0)
+    found = run(policy, obs, tmp_path / "ramps.onnx")
+    certificate = policy.certify(obs)
+    allowed = 2 * rounding_error(stages(policy), traced_scores(policy, unit)[1]).numpy()
+    assert (np.abs(found["scores"] - policy.scores(unit).numpy()).max(1) <= allowed).all()
+    assert (found["action"] == certificate.action).mean() > 0.99
+    assert (found["radius"] > 0).mean() > 0.9
+    assert (found["radius"] <= certificate.radius + allowed).all()
 
 
 @pytest.mark.parametrize(("depth", "n_actions"), [(1, 2), (2, 3), (4, 18)])

@@ -15,7 +15,7 @@ from sortrl.certify import exact_radius, interval_radius, save_certificates
 from sortrl.core.errors import SortRLError
 from sortrl.core.normalizer import Normalizer
 from sortrl.core.records import Demonstrations
-from sortrl.distill.loop import DistillConfig, distill
+from sortrl.distill import DistillConfig, distill
 from sortrl.nets import HybridPolicy, IntervalHead, SortPolicy
 from sortrl.nets.float_bounds import box_around
 from sortrl.verify import verify
@@ -228,7 +228,6 @@ def test_convolutions_learn_images_and_their_worst_scores():
         lambda_end=1.0,
         worst_share=0.5,
         bounded_conv=((8, 3, 1), (32, 10, 1)),
-        conv_learning_rate=0.003,
         exact_share=0.15,
     )
     found = distill(data, normalizer, config, held_out=data)

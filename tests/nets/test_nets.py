@@ -21,9 +21,11 @@ from sortrl.core.normalizer import Normalizer
 from sortrl.nets import (
     AveragePool,
     BoundedConv,
+    Centre,
     Crop,
     HybridPolicy,
     MeanShift,
+    Ramp,
     Scale,
     SortConv,
     SortLinear,
@@ -236,6 +238,77 @@ def test_the_error_bound_notices_new_weights_of_a_convolution():
     with torch.no_grad():
         policy.front[0].weight.mul_(2.0)
     assert policy.error_bound().lipschitz == pytest.approx(2.0 * before)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 1000), st.sampled_from([1e-3, 20 / 255, 1.0, 30.0]), st.sampled_from([0.5, 1.0, 1.5]))
+def test_ramps_are_as_lipschitz_as_they_say_monotone_and_bounded(seed, width, limit):
+    torch.manual_seed(seed)
+    centre, ramp = Centre(50), Ramp(width, limit)
+    centre.centres.copy_(torch.randn(50))
+    x = torch.randn(100, 50)
+    step = torch.rand_like(x) * 10.0 ** torch.randint(-3, 1, (100, 1))
+    before, after = ramp(centre(x)), ramp(centre(x + step))
+    assert (after >= before).all()
+    assert float(torch.cat([before, after]).abs().max()) <= ramp.limit
+    allowed = ramp.lipschitz * (x + step - x).abs().amax(1) + 1e-5 * ramp.lipschitz
+    assert ((after - before).amax(1) <= allowed).all()
+    assert torch.equal(before, (((x - centre.centres) / width).clamp(-limit, limit))), "the definition"
+
+
+def test_saturated_ramps_still_show_attacks_where_to_go():
+    """Plain automatic differentiation would give zeros, and an attack that never moves proves nothing."""
+    torch.manual_seed(0)
+    policy = SortPolicy((6,), 2, width=8, depth=2, rho=0.0, ramp_width=0.05).requires_grad_(False)
+    x = 1.0 + torch.rand(20, 6)  # every ramp is saturated, those of the surrogate of x < 0.2 are not
+    x.requires_grad_(True)
+    (through,) = torch.autograd.grad(policy.scores(x).sum(), x)
+    assert (through.abs().amax(1) > 0).all()
+    near = (x.detach() / 10).requires_grad_(True)
+    (wide,) = torch.autograd.grad(policy.surrogate_scores(near, 8.0).sum(), near)
+    assert (wide[near > 0.2] == 0).all()
+    assert (wide[near < 0.2] != 0).all()
+    with torch.no_grad():
+        assert torch.equal(policy.scores(x), policy.scores(x.detach()))
+        assert torch.equal(policy.surrogate_scores(x.detach(), math.inf), policy.scores(x.detach()))
+
+
+def test_a_policy_with_ramps_is_saved_with_its_centres(tmp_path):
+    torch.manual_seed(0)
+    policy = SortPolicy((1, 4, 4), 3, width=8, depth=2, pixels=(3, 3, 7), ramp_width=0.1, ramp_limit=1.5)
+    next(part for part in policy.front if isinstance(part, Centre)).centres.copy_(torch.rand(3))
+    policy.save(tmp_path)
+    x = torch.rand(50, 1, 4, 4)
+    again = load(tmp_path)
+    assert torch.equal(again.scores(x), policy.scores(x))
+    assert (again.certify_unit(x).radius == policy.certify_unit(x).radius).all()
+    one = again.predict_certified(x[0].numpy())
+    assert float(one.radius) == again.certify_unit(x[:1]).radius[0]
+    moved = copy.deepcopy(policy)
+    next(part for part in moved.front if isinstance(part, Centre)).centres.add_(0.2)
+    assert not torch.equal(moved.scores(x), policy.scores(x))
+
+
+@pytest.mark.parametrize(
+    "change", [{"ramp_width": -1.0}, {"ramp_width": float("nan")}, {"ramp_limit": 0.0}, {"scale": 2.0}]
+)
+def test_ramps_that_are_none_are_refused(change):
+    with pytest.raises(SortRLError, match=r"[Rr]amp"):
+        SortPolicy((4,), 2, width=4, depth=1, **{"ramp_width": 0.1, **change})
+
+
+def test_reachable_actions_behind_ramps_are_those_that_boxes_allow():
+    torch.manual_seed(0)
+    policy = SortPolicy((6,), 4, width=16, depth=3, rho=0.0, ramp_width=0.2).requires_grad_(False)
+    x = torch.randn(200, 6) * 0.3
+    policy.calibrate(x)
+    policy.bias += policy.scores(x).mean(0)
+    possible = policy.reachable(x, 0.05)
+    assert possible[np.arange(200), policy.certify_unit(x).action].all()
+    assert possible.sum() < 700, "some must be excluded, or nothing was tested"
+    for _ in range(50):
+        moved = policy.scores(x + 0.05 * (2 * torch.rand_like(x) - 1)).argmax(1).numpy()
+        assert possible[np.arange(200), moved].all()
 
 
 def test_mean_shift_averages_only_what_was_computed():

@@ -141,8 +141,8 @@ def test_every_task_has_settings():
     for name in TASKS:
         for preset in ("fast", "paper"):
             config = robustify_config(name, preset=preset)
-            assert config.distill.eps == config.eps
-    assert robustify_config("CartPole-v1", preset="paper").distill.width == 640
+            assert config.student.distill.eps == config.eps
+    assert robustify_config("CartPole-v1", preset="paper").student.distill.width == 640
     assert robustify_config("CartPole-v1", preset="paper").dagger_rounds == 0
 
 

@@ -28,7 +28,7 @@ from sortrl.core.errors import SortRLError
 from sortrl.core.files import read_tensors, write_tensors
 from sortrl.core.normalizer import Normalizer
 from sortrl.core.records import Demonstrations
-from sortrl.nets import HybridPolicy, RoundedPolicy, SortPolicy, zoo
+from sortrl.nets import Centre, HybridPolicy, RoundedPolicy, SortPolicy, zoo
 from sortrl.verify import read_safetensors, verify
 from sortrl.verify.described import described
 from sortrl.verify.reading import weights_hash
@@ -106,15 +106,27 @@ def memory() -> tuple[SortPolicy, Tensor]:
     return policy, policy.normalize(obs[:STATES])
 
 
+def ramp_policy() -> tuple[SortPolicy, Tensor]:
+    places = (*range(50), *range(25))
+    normalizer = Normalizer.from_pixels((1, 8, 8))
+    policy = SortPolicy((1, 8, 8), 4, 16, 3, 0.3, pixels=places, ramp_width=0.1, normalizer=normalizer)
+    policy.requires_grad_(False)
+    next(part for part in policy.front if isinstance(part, Centre)).centres.copy_(torch.rand(75))
+    policy.calibrate(torch.rand(200, 1, 8, 8))
+    policy.bias += policy.scores(torch.rand(200, 1, 8, 8)).mean(0)
+    return policy, torch.rand(STATES, 1, 8, 8)
+
+
 POLICIES = {
     "sort": sort_policy,
+    "ramp": ramp_policy,
     "image": image_policy,
     "hybrid": hybrid_policy,
     "rounded": rounded_policy,
     "normed": lambda: rounded_policy(norm=True),
     "memory": memory,
 }
-EVERY, SORTING, ROUNDED = tuple(POLICIES), ("sort", "image", "hybrid", "memory"), ("rounded", "normed")
+EVERY, SORTING, ROUNDED = tuple(POLICIES), ("sort", "ramp", "image", "hybrid", "memory"), ("rounded", "normed")
 VECTORS = ("sort", "hybrid")
 
 
@@ -147,7 +159,10 @@ def test_genuine_files_pass(genuine, kind):
 
 def test_a_policy_that_says_nothing_of_later_settings_passes(genuine, tmp_path):
     """Files written before a setting existed omit it; there, and only there, its absence has a meaning."""
-    for kind, names in (("sort", ("kind", "conv", "bounded_conv", "pixels")), ("rounded", ("norm",))):
+    for kind, names in (
+        ("sort", ("kind", "conv", "bounded_conv", "pixels", "ramp_width", "ramp_limit")),
+        ("rounded", ("norm",)),
+    ):
         files = Files.read(genuine[kind])
         for name in names:
             files.own.pop(name, None)
@@ -326,6 +341,14 @@ POLICY: dict[str, tuple[tuple[str, ...], Callable[[Files], None], str]] = {
     "a negative factor": (("sort", "hybrid", "image"), weigh("factor", lambda t: -t), "positive"),
     "other pixels": (("memory",), lambda f: f.config["pixels"].reverse(), "state "),
     "other crop": (("image",), configure("crop", [0, 1, 2, 1]), "state "),
+    "narrower ramps": (("ramp",), configure("ramp_width", 0.02), "state "),
+    "ramps that end later": (("ramp",), configure("ramp_limit", 3.0), "state "),
+    "no ramps": (("ramp",), configure("ramp_width", 0.0), "pixels"),
+    "ramps for none": (("sort", "hybrid", "image"), configure("ramp_width", 0.1), "ramps"),
+    "other centres": (("ramp",), weigh("centres", lambda t: 1 - t), "state "),
+    "a centre of NaN": (("ramp",), weigh("centres", first(torch.nan)), "NaN or infinity"),
+    "centres of fewer": (("ramp",), weigh("centres", lambda t: t[1:].clone()), "centres: shape"),
+    **{f"ramps of {w!r}": (("ramp",), configure("ramp_width", w), "ramp") for w in (-0.1, 1e-9, 1e9, True, "0.1")},
     "other thresholds": (ROUNDED, weigh("thresholds", lambda t: torch.where(t < 1, 1 - t, t)), "state "),
     "thresholds everywhere": (ROUNDED, weigh("thresholds", lambda t: torch.full_like(t, 0.5)), "state "),
     "other weights": (EVERY, weigh("layers.0.weight", lambda t: t.flip(0) * 1.5), "state "),
@@ -402,7 +425,7 @@ def test_forged_policies_are_caught_although_the_hash_is_theirs(files, forgery, 
 
 @pytest.mark.parametrize("kind", EVERY)
 def test_every_setting_is_needed(genuine, kind, tmp_path):
-    later = {"conv", "bounded_conv", "pixels"} if kind in SORTING else {"norm"}
+    later = {"conv", "bounded_conv", "pixels", "ramp_width", "ramp_limit"} if kind in SORTING else {"norm"}
     names = Files.read(genuine[kind]).config.keys() - later
     assert len(names) >= 5
     for name in names:

@@ -13,7 +13,7 @@ import tyro
 
 from sortrl.cli.interrupts import insistent_interrupts
 from sortrl.cli.judging import attack, certify, evaluate, verify
-from sortrl.cli.making import reproduce, robustify, teach, zoo
+from sortrl.cli.making import baseline, reproduce, robustify, teach, zoo
 from sortrl.cli.showing import bench, export, info, report, tasks, watch
 from sortrl.core.errors import SortRLError
 
@@ -31,6 +31,7 @@ COMMANDS = {
         report,
         reproduce,
         teach,
+        baseline,
         tasks,
         zoo,
         bench,

@@ -167,11 +167,36 @@ def _imitated(source: Path, env: str, directory: Path, seed: int) -> Any:
         return imitate(Teacher.load(source), env, directory, None, seed, earlier, progress, quiet=False)
 
 
+Baseline = Literal[
+    "rs-dqn",
+    "sa-dqn",
+    "sa-dqn-pgd",
+    "radial-dqn",
+    "radial-ppo",
+    "wocar-dqn",
+    "car-dqn",
+    "bcl-at",
+    "bcl-mos-at",
+    "bcl-radial",
+    "bcl-radial-at",
+]
 Reproduced = Literal[
-    "fig1", "fig2", "fig3", "table1", "table2", "table3", "table4", "compute", "teachers", "certificates", "reliability"
+    "fig1",
+    "fig2",
+    "fig3",
+    "table1",
+    "table2",
+    "table3",
+    "table4",
+    "compute",
+    "teachers",
+    "certificates",
+    "reliability",
+    "baselines",
 ]
 KEPT_IN = {
     "reliability": "reliability",
+    "baselines": "baselines",
     "table1": "atari",
     "table2": "procgen",
     "table3": "atari",
@@ -200,14 +225,15 @@ def reproduce(
             compute: return of the nearest-neighbour (memory) student on ProcGen against the number of states it was made of;
             teachers: returns of the Atari teachers with and without sticky actions, and their learning curves;
             fig2, fig3: pictures of tables 1 and 3, from what is computed of them (normalised scores; return against eps);
+            baselines: SA-DQN, RADIAL, WocaR-DQN, CAR-DQN, RS-DQN and BCL on classic control, trained from one teacher;
             certificates: how tight the certificates of its students are; reliability: damaged files, kills at random
             moments, attacks on certified decisions, many threads and processes.
         task: Only this task; of tables, and of figures 2 and 3, only this game (table1, table3: Freeway, RoadRunner, Pong, BankHeist;
             table2, table4, compute: Jumper, Coinrun; teachers: as table1); of reliability, only this part (fuzz, crashes, siege, soak).
-        agent: Of tables, only the rows of this agent, as the table calls it (for example "sortrl, memory").
+        agent: Of tables and baselines, only the rows of this agent, as the JSON calls it (for example "sortrl, memory" or radial-dqn).
         scale: smoke (minutes, to see that it works), cpu (hours on two cores), paper (the printed recipe at full length too).
         out: Where the JSON and the PNG go.
-        work: Where finished parts are kept [runs/fig1, runs/atari, runs/procgen or runs/reliability].
+        work: Where finished parts are kept [runs/fig1, runs/atari, runs/procgen, runs/baselines or runs/reliability].
         teachers: Folder of the published agents [$SORTRL_TEACHERS]; without it experts are trained. Of Atari: a folder with a
             teacher for each game (freeway, roadrunner, pong, bankheist), given here; without it those of the zoo, with their students.
         jobs: Processes side by side [one per core].
@@ -218,7 +244,7 @@ def reproduce(
     def progress(line: str) -> None:
         print(line, file=sys.stderr, flush=True)
 
-    if agent is not None and not what.startswith("table"):
+    if agent is not None and not what.startswith("table") and what != "baselines":
         raise SortRLError(f"reproduce: --agent chooses rows of a table, and {what} has none.")
     folder = work or Path("runs") / KEPT_IN.get(what, "fig1")
     if what == "reliability":
@@ -232,6 +258,9 @@ def reproduce(
     elif what in ("table2", "table4"):
         found = module.procgen_table(what, scale, task, out, folder, teachers, progress, agent)
         print("\n".join(module.procgen_lines(found)))
+    elif what == "baselines":
+        found = module.baselines(scale, task, out, folder, teachers, progress, agent)
+        print("\n".join(module.baseline_lines(found)))
     elif what == "compute":
         print("\n".join(module.compute_lines(module.compute(scale, task, out, folder, teachers, progress))))
     elif what == "teachers":
@@ -244,6 +273,47 @@ def reproduce(
         print("\n".join(module.figure1.summary(module.fig1(scale, task, out, folder, teachers, jobs, progress))))
     pictured = what.startswith("fig") or what == "certificates"
     print(f"figure: {out / what}.png" if pictured else f"results: {out / what}.json")
+
+
+def baseline(
+    method: Annotated[Baseline, tyro.conf.Positional],
+    env: Annotated[str, tyro.conf.Positional],
+    teacher: Path,
+    eps: float,
+    vecnormalize: Path | None = None,
+    allow_pickle: bool = False,
+    out: Path | None = None,
+    decisions: int | None = None,
+    seed: int = 0,
+) -> None:
+    """Train a robust agent by another method than SortRL's, from a teacher, to compare with. Its certificates are those of intervals.
+
+    Start it again with the same options to continue a training that was stopped. The result works with evaluate, attack and certify.
+
+    Args:
+        method: Of which paper; docs/baselines.md says what each does.
+        env: Gymnasium environment with discrete actions, for example CartPole-v1.
+        teacher: Agent to start from, as robustify takes it, or zoo:NAME. One without action values (PPO) is first distilled into a Q-network.
+        eps: Size of the perturbation to resist, in the teacher's input units.
+        vecnormalize: Observation statistics of that agent: a file written by sortrl, or SB3's vecnormalize.pkl with --allow-pickle.
+        allow_pickle: Accept a pickle for --vecnormalize. Only plain arrays are read from it.
+        out: Directory for the agent [runs/baselines/<env>-<method>].
+        decisions: Steps of the environment to train for [the method's own number].
+        seed: Fixes the training.
+    """
+    from sortrl.baselines.interval_q.making import make_baseline
+    from sortrl.core.files import locked
+    from sortrl.core.progress import stage
+    from sortrl.nets import zoo as entries
+    from sortrl.teachers import load_teacher
+
+    source = _teacher_of(teacher) if entries.is_entry(teacher) else teacher
+    start = load_teacher(source, env, vecnormalize=vecnormalize, allow_pickle=allow_pickle)
+    directory = out or Path("runs") / "baselines" / f"{env.replace('/', '-')}-{method}"
+    with locked(directory), stage(f"Training {method} on {env}") as progress:
+        made = make_baseline(method, env, start, eps, directory, decisions, seed, progress)
+    print(f"{made.decisions} decisions in {made.minutes:.1f} minutes\nagent: {directory}")
+    print(f"next: sortrl evaluate {directory} --eps {eps:g}")
 
 
 def zoo(

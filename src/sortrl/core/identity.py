@@ -67,12 +67,36 @@ ADDED_LATER: dict[str, Any] = {
     "conv_learning_rate": 0.001,
     "worst_share": 0.0,
     "soft_temperature": 1.0,
+    "ramps": False,
+    "p_end": 1024.0,
+    "scalar_learning_rate": None,
     # RoundingConfig
     "norm": False,
     # PQNConfig
     "reward_unit": 1.0,
+    "half": False,
+    "patience": 0,
+    "retry": 0.0,
     # an imitation
     "imitates_weights": UNKNOWN,
+}
+
+# Fields that files have and settings have no more, and the value at which such a file is still what it says.
+GIVEN_UP: dict[str, Any] = {
+    # settings of other kinds of students, which once stood in every run
+    "distill": UNKNOWN,
+    "remember": False,
+    "rounding": None,
+    "polish": None,
+    "eps_keep": 20 / 255,
+    "memory_bytes": 5_000_000,
+    "search": ADDED_LATER["search"] | {"straighten": False},
+    "tutored": True,
+    "lambda_start": 1.0,
+    "mask_chunk": 128,
+    "conv_learning_rate": 0.001,
+    "temperature": 1.0,
+    "beta": 0.0,
 }
 
 
@@ -118,7 +142,9 @@ def _of_name_and_values(network: nn.Module) -> str:
 
 def plain(value: Any) -> Any:
     """As JSON has it: dataclasses as objects, tuples as lists. Fingerprints stay what they are, and are strings there."""
-    if is_dataclass(value) and not isinstance(value, type):
+    if hasattr(value, "to_json"):
+        value = value.to_json()
+    elif is_dataclass(value) and not isinstance(value, type):
         value = asdict(value)
     if isinstance(value, Mapping):
         return {str(key): plain(item) for key, item in value.items()}
@@ -141,7 +167,7 @@ def differences(stored: Any, wanted: Any, ignored: Collection[str] = ()) -> list
     """Where an identity as a file has it is not the one that is wanted.
 
     A field that the file does not have counts as what it was before there was one (``ADDED_LATER``). One that is no longer known
-    must have been off.
+    must have been off (``GIVEN_UP``).
 
     >>> [str(one) for one in differences({"config": {"eps": 0.1, "steps": 9}}, {"config": {"eps": 0.2, "steps": 9, "norm": False}})]
     ['config.eps is 0.1 there and 0.2 now']
@@ -156,7 +182,7 @@ def _differences(stored: Any, wanted: Any, field: str) -> Iterator[Difference]:
             before = stored.get(name, ADDED_LATER.get(name, _ABSENT))
             if name in wanted:
                 yield from _differences(before, wanted[name], inner)
-            elif before:
+            elif before and not _equal(GIVEN_UP.get(name, _ABSENT), before):
                 yield Difference(inner, before, _ABSENT)
     elif not _equal(stored, wanted):
         yield Difference(field or "identity", stored, wanted)

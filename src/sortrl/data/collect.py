@@ -36,8 +36,6 @@ class CollectConfig:
     exploration: float = 0.5
     """Share of the episodes in which actions are sampled (from the softmax of an actor-critic's scores) instead of
     greedy. A greedy agent sees few distinct states; a student that errs a little meets others."""
-    temperature: float = 1.0
-    """Softness of that sampling: above 1 explores more."""
     random_actions: float = 0.05
     """In exploring episodes, share of the steps with a uniformly random action. It is the only exploration of teachers
     whose scores are not logits (DQN, QR-DQN, callables)."""
@@ -46,8 +44,6 @@ class CollectConfig:
     eps_unit: float = 0.0
     """Act on observations perturbed by uniform noise, in the teacher's normalised units; each episode draws its own
     noise level between 0 and this. It covers the states that a disturbed agent reaches."""
-    beta: float = 0.0
-    """With an actor (DAgger): share of the steps on which the teacher acts in its place."""
     focus: float = 0.0
     """Share of the states, the last ones, that are spent on the starts that went worst so far; for tasks with few starts of
     which the best episodes are wanted (:mod:`sortrl.baselines.memory.remember`)."""
@@ -58,17 +54,14 @@ class CollectConfig:
     """Episodes played side by side. Fewer are used when `states` is too small for them to reach their end."""
 
     def __post_init__(self) -> None:
-        for name in ("exploration", "random_actions", "sticky", "beta", "focus"):
+        for name in ("exploration", "random_actions", "sticky", "focus"):
             if not 0 <= getattr(self, name) <= 1:
                 raise SortRLError(f"CollectConfig: {name} is {getattr(self, name)}, expected a share between 0 and 1.")
         for name in ("states", "slots"):
             if getattr(self, name) < 1:
                 raise SortRLError(f"CollectConfig: {name} is {getattr(self, name)}, expected at least 1.")
-        if not self.temperature > 0 or not 0 <= self.eps_unit < float("inf"):
-            raise SortRLError(
-                f"CollectConfig: temperature is {self.temperature}, expected above 0; "
-                f"eps_unit is {self.eps_unit}, expected 0 or more."
-            )
+        if not 0 <= self.eps_unit < float("inf"):
+            raise SortRLError(f"CollectConfig: eps_unit is {self.eps_unit}, expected 0 or more.")
 
 
 def collect(
@@ -201,6 +194,7 @@ class _Recorder:
     def choose(self, logits: npt.NDArray[Any], actor: Actor | None) -> npt.NDArray[np.int64]:
         """The actions to play, which need not be the labels."""
         config, n, n_actions = self.config, len(logits), self.info.n_actions
+        # Two rows, of which one is used: data of earlier versions come again from the same seed.
         draws, random_actions = self.rng.random((2, n)), self.rng.integers(n_actions, size=n)
         view = self.obs
         if config.eps_unit > 0:
@@ -209,10 +203,10 @@ class _Recorder:
         greedy = sampled = logits.argmax(axis=1)
         if actor is not None:
             answer, _ = actor.predict(view)
-            greedy = sampled = np.where(draws[0] < config.beta, greedy, np.asarray(answer)[:n])
+            greedy = sampled = np.asarray(answer)[:n]
         elif self.teacher.is_stochastic:
             # The arg-max of logits plus Gumbel noise is a sample of their softmax.
-            sampled = (logits / config.temperature + self.rng.gumbel(size=logits.shape)).argmax(axis=1)
+            sampled = (logits + self.rng.gumbel(size=logits.shape)).argmax(axis=1)
         sampled = np.where(draws[1] < config.random_actions, random_actions, sampled)
         if config.sticky > 0:  # nothing is drawn otherwise: collections of before stay what they were
             sampled = np.where((self.rng.random(n) < config.sticky) & (self.before[:n] >= 0), self.before[:n], sampled)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from sortrl.experiments.atari import atari_table
 from sortrl.experiments.atari import table_lines as atari_lines
 from sortrl.experiments.atari_figures import fig2, fig3
+from sortrl.experiments.baselines import baselines
+from sortrl.experiments.baselines import table_lines as baseline_lines
 from sortrl.experiments.certificates import certificates
 from sortrl.experiments.compute import compute
 from sortrl.experiments.compute import table_lines as compute_lines
@@ -19,6 +21,8 @@ from sortrl.experiments.teachers import teachers_table
 __all__ = [
     "atari_lines",
     "atari_table",
+    "baseline_lines",
+    "baselines",
     "certificates",
     "compute",
     "compute_lines",

@@ -18,6 +18,7 @@ from torch import nn
 
 from sortrl import attacks
 from sortrl.attacks import Attack
+from sortrl.baselines.thresholds.recipe import ThresholdRecipe
 from sortrl.core.errors import SortRLError
 from sortrl.core.files import locked
 from sortrl.core.identity import fingerprint
@@ -189,8 +190,9 @@ def student_of(game: str, agent: str, teacher: Teacher, work: Path, scale: Scale
     preset = OURS[agent]
     tiny = SMOKE_STUDENTS[agent] if scale == "smoke" else {}
     config = robustify_config(env_id_of(game), preset=preset, train_teacher=False, **tiny)
-    if scale == "smoke" and config.polish is not None:
-        config = replace(config, polish=replace(config.polish, **SMOKE_TRAINING))
+    recipe = config.student
+    if scale == "smoke" and isinstance(recipe, ThresholdRecipe) and recipe.polish is not None:
+        config = replace(config, student=replace(recipe, polish=replace(recipe.polish, **SMOKE_TRAINING)))
     directory = work / "students" / (f"{game}-{scale}" + ("" if preset == "fast" else f"-{preset}"))
     source = f"{TEACHER}, {fingerprint(teacher)}"
     with open_run(directory, env_id_of(game), config, 0, teacher, source, quiet=False) as run:

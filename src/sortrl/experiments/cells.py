@@ -31,6 +31,8 @@ class CellFields(TypedDict, total=False):
     level: int
     levels: str
     share: float
+    eps: float
+    seed: int
 
 
 class _Measured(EvalRow):
@@ -48,6 +50,13 @@ class Found(_Measured, total=False):
     states: int
     tries: int
     memories: int
+    worst_attack: str
+    acr: dict[str, float]
+    start: str
+    decisions: int
+    minutes: float
+    method: str
+    config: dict[str, Any]
 
 
 @final
@@ -83,6 +92,7 @@ class Facts(TypedDict, total=False):
     levels: list[int]
     episodes: int
     starts: int | None
+    eps: dict[str, float]
     experts: str
     quoted: list[Quoted]
     worst: list[WorstFound]

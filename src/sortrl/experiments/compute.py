@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
+from sortrl.baselines.memory.recipe import MemoryRecipe
 from sortrl.baselines.memory.remember import best_episodes, remember
 from sortrl.core.records import Demonstrations
 from sortrl.data.dataset import select, split
@@ -98,7 +99,8 @@ def _source(game: str, work: Path, published: Path | None, scale: Scale, progres
     teacher = teacher_of(game, work, published, progress)
     with student_run(game, MEMORY, work, scale, teacher) as run:
         training, _ = split(run.demonstrations(teacher), VALIDATION_SHARE, run.seed)
-    settings = run.config.distill
+    settings = run.config.student
+    assert isinstance(settings, MemoryRecipe)
     return _Source(
         teacher, training, lambda episodes: remember(episodes, teacher.normalizer, settings.pool, settings.crop)
     )

@@ -35,7 +35,8 @@ from sortrl.experiments.experts import expert, find_teachers
 from sortrl.nets import CertifiedPolicy
 from sortrl.report.figures import panels, save
 from sortrl.runs.config import RobustifyConfig, robustify_config
-from sortrl.runs.run import SLOTS, open_run
+from sortrl.runs.measure import SLOTS
+from sortrl.runs.run import open_run
 from sortrl.teachers import HardenConfig, SteadyConfig, Teacher
 
 Scale = Literal["smoke", "cpu", "paper"]

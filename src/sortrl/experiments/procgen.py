@@ -23,7 +23,8 @@ from sortrl.experiments.experts import find_folder
 from sortrl.experiments.figure1 import Scale
 from sortrl.nets import CertifiedPolicy, zoo
 from sortrl.runs.config import Preset, robustify_config
-from sortrl.runs.run import Run, open_run, read_run
+from sortrl.runs.run import open_run, read_run
+from sortrl.runs.stages import Run
 from sortrl.teachers import Teacher, load_teacher, sampled, teacher_preset, train_teacher
 
 Table = Literal["table2", "table4"]

@@ -5,8 +5,9 @@ from pathlib import Path
 from sortrl.core.errors import SortRLError
 from sortrl.nets import zoo
 from sortrl.nets.base import CertifiedPolicy, load_policy
-from sortrl.nets.front import AveragePool, BoundedConv, Crop, Pixels, Scale
+from sortrl.nets.front import AveragePool, BoundedConv, Centre, Crop, Pixels, Ramp, Scale
 from sortrl.nets.hybrid import HybridConfig, HybridPolicy
+from sortrl.nets.interval_policy import IntervalConfig, IntervalPolicy
 from sortrl.nets.intervals import IntervalHead
 from sortrl.nets.layers import MeanShift, SortConv, SortLinear, truncated_mix
 from sortrl.nets.sort import PolicyConfig, SortPolicy
@@ -15,14 +16,18 @@ from sortrl.nets.thresholds import RoundedConfig, RoundedPolicy, Rounding
 __all__ = [
     "AveragePool",
     "BoundedConv",
+    "Centre",
     "CertifiedPolicy",
     "Crop",
     "HybridConfig",
     "HybridPolicy",
+    "IntervalConfig",
     "IntervalHead",
+    "IntervalPolicy",
     "MeanShift",
     "Pixels",
     "PolicyConfig",
+    "Ramp",
     "RoundedConfig",
     "RoundedPolicy",
     "Rounding",
@@ -46,13 +51,13 @@ def sort_layers_only(policy: CertifiedPolicy, what: str) -> SortPolicy:
     return policy
 
 
-def load(path: str | Path) -> SortPolicy | HybridPolicy | RoundedPolicy:
+def load(path: str | Path) -> SortPolicy | HybridPolicy | RoundedPolicy | IntervalPolicy:
     """A saved policy of any kind, from its directory or the file itself, or from the zoo (``"zoo:NAME"``).
 
     >>> load("zoo:cartpole").n_actions
     2
     """
-    kinds = (SortPolicy, HybridPolicy, RoundedPolicy)
+    kinds = (SortPolicy, HybridPolicy, RoundedPolicy, IntervalPolicy)
     policy = load_policy(zoo.locate(path), {kind.kind: kind for kind in kinds})
     assert isinstance(policy, kinds)
     return policy

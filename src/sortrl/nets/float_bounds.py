@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from sortrl.core.errors import SortRLError
-from sortrl.nets.front import AveragePool, BoundedConv, Crop, Pixels, Scale
+from sortrl.nets.front import AveragePool, BoundedConv, Centre, Crop, Pixels, Ramp, Scale
 from sortrl.nets.layers import MeanShift, SortLinear
 
 UNIT_ROUNDOFF = 2.0**-24  # of float32, rounding to nearest
@@ -33,7 +33,7 @@ SMALLEST_LIPSCHITZ = 1e-25  # a constant network is taken to have at least this 
 ROWS_AT_ONCE = 1024  # states of which all activations are kept at a time
 
 
-FrontPart = Crop | AveragePool | Pixels | BoundedConv | Scale
+FrontPart = Crop | AveragePool | Pixels | Centre | Ramp | BoundedConv | Scale
 
 
 class FrontEnd(Protocol):
@@ -127,7 +127,8 @@ def rounding_error(parts: Sequence[Stage], magnitudes: Tensor, reach: Tensor | f
 
 def front_constants(network: Network) -> tuple[FrontConstants, ...]:
     return tuple(
-        FrontConstants(part.lipschitz, part.offset if isinstance(part, BoundedConv) else 0.0) for part in network.front
+        FrontConstants(part.lipschitz, part.offset if isinstance(part, (BoundedConv, Centre)) else 0.0)
+        for part in network.front
     )
 
 

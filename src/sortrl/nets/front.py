@@ -1,12 +1,15 @@
-"""What may come before the sort layers: images cut and shrunk, inputs scaled, convolutions with bounded weights.
+"""What may come before the sort layers: images cut and shrunk, inputs scaled or seen through ramps, convolutions with bounded
+weights.
 
 Each part is Lipschitz in l_inf, with a constant that is computed from it, and says how often it rounds.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -90,13 +93,15 @@ class AveragePool(nn.Module):
 class Pixels(nn.Module):
     """Keeps some coordinates of the flattened input (batch, ...) and ignores the others: (batch, len(indices)).
 
+    ``doubles``: a coordinate may be there several times, which serves a purpose where a :class:`Centre` follows.
+
     >>> Pixels((3, 0), 4)(torch.tensor([[5.0, 6.0, 7.0, 8.0]]))
     tensor([[8., 5.]])
     """
 
     indices: Tensor
 
-    def __init__(self, indices: Sequence[int], size: int) -> None:
+    def __init__(self, indices: Sequence[int], size: int, doubles: bool = False) -> None:
         super().__init__()
         # Plain numbers are checked, not the tensor, which may be on a device that only knows shapes.
         if not indices or not all(type(index) is int and 0 <= index < size for index in indices):
@@ -104,7 +109,7 @@ class Pixels(nn.Module):
                 f"Pixels: {len(indices)} indices, {str(tuple(indices[:8]))[:80]} the first, expected one or more whole "
                 f"numbers in 0..{size - 1}."
             )
-        if len(set(indices)) < len(indices):
+        if not doubles and len(set(indices)) < len(indices):
             raise SortRLError(
                 f"Pixels: {len(indices)} indices of which {len(set(indices))} differ, expected no doubles."
             )
@@ -125,6 +130,95 @@ class Pixels(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{len(self.indices)}"
+
+
+class Centre(nn.Module):
+    """Takes a number of its own away from each coordinate (batch, size). 1-Lipschitz: nothing is scaled.
+
+    >>> centre = Centre(2)
+    >>> _ = centre.centres.copy_(torch.tensor([1.0, 5.0]))
+    >>> centre(torch.tensor([[1.5, 4.0]]))
+    tensor([[ 0.5000, -1.0000]])
+    """
+
+    centres: Tensor
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.register_buffer("centres", torch.zeros(size))
+
+    @property
+    def lipschitz(self) -> float:
+        """A translation moves no two points apart."""
+        return 1.0
+
+    @property
+    def offset(self) -> float:
+        """How large an output can be where all inputs are 0."""
+        return float(self.centres.abs().max())
+
+    @property
+    def roundings(self) -> int:
+        return 1
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x - self.centres
+
+
+class Ramp(nn.Module):
+    """``clip(x / width, -limit, limit)``: 1 / width-Lipschitz, nondecreasing, and constant beyond its limits.
+
+    Behind a :class:`Centre` whose numbers lie in gaps between the values that pixels take, narrow ramps answer like thresholds:
+    a perturbation moves nothing until it has used up the gap. Wide ones are pixels, standardised and clipped.
+
+    A saturated ramp has no gradient, which would leave attacks without a direction and prove nothing. So gradients of inputs go
+    straight through (:meth:`forward`), or through ramps ``WIDER`` times as wide (:meth:`surrogate`); the values are exact in both.
+
+    >>> ramp = Ramp(width=0.5)
+    >>> x = torch.tensor([-3.0, 0.25, 1.5], requires_grad=True)
+    >>> ramp(x).tolist(), torch.autograd.grad(ramp(x).sum(), x)[0].tolist()
+    ([-1.0, 0.5, 1.0], [2.0, 2.0, 2.0])
+    >>> torch.autograd.grad(ramp.surrogate(x).sum(), x)[0].tolist()
+    [0.0, 2.0, 2.0]
+    """
+
+    WIDER = 4.0
+
+    def __init__(self, width: float, limit: float = 1.0) -> None:
+        super().__init__()
+        for name, value in (("width", width), ("limit", limit)):
+            if not 1e-6 <= value <= 1e6:  # NaN is refused, too
+                raise SortRLError(f"Ramp: {name} is {value}, expected a number between 1e-6 and 1e6.")
+        # What float32 arithmetic makes of them, so that constants are those of what is computed.
+        self.width, self.limit = float(np.float32(width)), float(np.float32(limit))
+
+    @property
+    def lipschitz(self) -> float:
+        return 1.0 / self.width
+
+    @property
+    def roundings(self) -> int:
+        """A division, or a product with the reciprocal. Clipping compares only: it takes a number and its rounded twin no further
+        apart than the same share of the clipped number."""
+        return 2
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._passing(x, math.inf)
+
+    def surrogate(self, x: Tensor) -> Tensor:
+        """The same values with the gradient of a ramp ``WIDER`` times as wide, in size that of the narrow one."""
+        return self._passing(x, self.WIDER * self.limit)
+
+    def _passing(self, x: Tensor, reach: float) -> Tensor:
+        slope = x / self.width
+        y = slope.clamp(-self.limit, self.limit)
+        if not x.requires_grad:
+            return y
+        path = slope.clamp(-reach, reach)
+        return y.detach() + (path - path.detach())
+
+    def extra_repr(self) -> str:
+        return f"width={self.width:g}, limit={self.limit:g}"
 
 
 class BoundedConv(nn.Module):

@@ -128,6 +128,21 @@ class IntervalHead(nn.Module):
         """The same for features between ``lo`` and ``hi`` (batch, features)."""
         return self._from(*_centred(lo, hi, careful), action, careful)
 
+    def bounds_over(self, lo: Tensor, hi: Tensor) -> tuple[Tensor, Tensor]:
+        """Lower and upper bounds (batch, n_actions) on every score for features between ``lo`` and ``hi``; differentiable.
+
+        Interval propagation as losses use it: rounding is not accounted for.
+        """
+        centre, radius = _centred(lo, hi, careful=False)
+        for index, layer in enumerate(self._all()):
+            if index:
+                lo, hi = centre - radius, centre + radius
+                if self.norms:
+                    lo, hi = self.norms[index - 1].bounds(centre, radius, False)  # type: ignore[operator]
+                centre, radius = _centred(functional.relu(lo), functional.relu(hi), careful=False)
+            centre, radius = _interval(layer, centre, radius, careful=False)
+        return centre - radius, centre + radius
+
     def _from(self, centre: Tensor, radius: Tensor, action: Tensor, careful: bool) -> Tensor:
         """From a box of features to the leads."""
         if len(self.layers) == 1:

@@ -7,7 +7,7 @@ instead of                  use
 ``Conv2d`` + activation     ``SortConv`` (the same, for every patch of an image), or ``BoundedConv`` (:mod:`sortrl.nets.front`)
 ``BatchNorm``               ``MeanShift`` (subtracts the mean, no scaling)
 image resize                ``AveragePool``, ``Crop``, ``Pixels`` (there, too)
-input normalisation         ``Scale`` (its constant enters the certificate)
+input normalisation         ``Scale`` (its constant enters the certificate), ``Centre`` and ``Ramp`` (there, too)
 ==========================  ============================================
 """
 

@@ -13,7 +13,7 @@ import torch
 from sortrl.core.errors import MissingDependency
 from sortrl.core.files import atomic_path
 from sortrl.nets.float_bounds import LARGEST_ERROR, LARGEST_NUMBER, RADIUS_DOWN, SMALLEST_RADIUS, ErrorBound, FrontPart
-from sortrl.nets.front import AveragePool, BoundedConv, Crop, Pixels
+from sortrl.nets.front import AveragePool, BoundedConv, Centre, Crop, Pixels, Ramp
 from sortrl.nets.layers import SortConv, SortLinear
 from sortrl.nets.sort import SortEvaluation, SortPolicy
 
@@ -28,7 +28,8 @@ def export_onnx(policy: SortPolicy, path: str | Path) -> None:
     ``action`` and ``runner_up`` int64; ``margin`` between their scores and certified ``radius`` in unit space, float64. The
     radius is that of :meth:`SortPolicy.certify`, computed from what the runtime itself computed, so it is as sound there,
     provided that the runtime evaluates float32 as float32 (no TF32, no float16). An observation with NaN or infinity
-    gets radius 0.
+    gets radius 0. Behind ramps it is the radius of the margin, which is less than what :meth:`SortPolicy.certify` proves there
+    by boxes.
 
     A sort layer takes batch x out x in numbers of memory: 1.6 MB per state at width 640. Cut large batches.
     """
@@ -119,7 +120,7 @@ def _network(graph: _Graph, network: SortEvaluation, unit: str) -> tuple[str, li
     x, magnitudes = unit, []
     for part in network.front:
         most = graph.add("Mul", graph.largest(x), graph.constant([[part.lipschitz]], np.float64))
-        if isinstance(part, BoundedConv):
+        if isinstance(part, (BoundedConv, Centre)):
             most = graph.add("Add", most, graph.constant([[part.offset]], np.float64))
         magnitudes.append(most)
         x = _front(graph, part, x)
@@ -144,6 +145,11 @@ def _front(graph: _Graph, part: FrontPart, x: str) -> str:
         return graph.add("AveragePool", x, kernel_shape=[part.size] * 2, strides=[part.size] * 2)
     if isinstance(part, Pixels):
         return graph.add("Gather", graph.flat(x), graph.constant(part.indices.numpy(), np.int64), axis=1)
+    if isinstance(part, Centre):
+        return graph.add("Sub", x, graph.constant(part.centres.numpy(), np.float32))
+    if isinstance(part, Ramp):
+        width, low, high = (graph.constant(value, np.float32) for value in (part.width, -part.limit, part.limit))
+        return graph.add("Clip", graph.add("Div", x, width), low, high)
     if isinstance(part, BoundedConv):
         weight, bias = (graph.constant(value.detach().numpy(), np.float32) for value in (part.weight, part.bias))
         y = graph.add("Conv", x, weight, bias, strides=[part.stride] * 2)

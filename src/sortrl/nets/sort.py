@@ -21,19 +21,26 @@ from sortrl.core.normalizer import Normalizer
 from sortrl.core.records import Decision
 from sortrl.nets.base import CertifiedPolicy, Decided, overflow, ranked
 from sortrl.nets.float_bounds import (
+    RADIUS_DOWN,
+    ROWS_AT_ONCE,
     ErrorBound,
     FrontEnd,
     FrontPart,
+    box_around,
     decide_one,
     error_bound,
     margin_radius,
     proven,
+    score_bounds,
     stages,
     traced_scores,
 )
-from sortrl.nets.front import AveragePool, BoundedConv, Crop, Pixels, Scale
+from sortrl.nets.front import AveragePool, BoundedConv, Centre, Crop, Pixels, Ramp, Scale
 from sortrl.nets.frozen import Copies, EvaluationNetwork, require_single
 from sortrl.nets.layers import MeanShift, SortConv, SortLinear
+
+REACH = 1.0  # behind ramps, radii are not sought beyond this; pixels are between 0 and 1
+BISECTIONS = 10
 
 
 @dataclass(frozen=True)
@@ -62,6 +69,11 @@ class PolicyConfig:
     """Convolutions with bounded weights, before all sort layers: (channels, kernel, stride) each."""
     pixels: tuple[int, ...] = ()
     """What the network sees of the observation as crop and pool leave it: places in it, flattened. None given: all of it."""
+    ramp_width: float = 0.0
+    """Width of the ramps through which that is seen, each around a centre of its own (:class:`sortrl.nets.front.Ramp`); a place
+    may then be seen several times. 0: no ramps."""
+    ramp_limit: float = 1.0
+    """Where they end."""
 
     def __post_init__(self) -> None:
         if self.n_actions < 2:
@@ -83,6 +95,10 @@ class PolicyConfig:
             )
         if self.pixels and (self.conv or self.bounded_conv):
             raise SortRLError("SortPolicy: pixels leave no image, so conv and bounded_conv cannot follow. Choose one.")
+        if self.ramp_width and (self.conv or self.bounded_conv or self.scale != 1.0):
+            raise SortRLError(
+                "SortPolicy: behind ramps, which leave no image, there are neither conv, bounded_conv nor scale."
+            )
         for name in ("conv", "bounded_conv"):
             if any(len(layer) != 3 for layer in getattr(self, name)):
                 raise SortRLError(
@@ -112,15 +128,18 @@ class SortEvaluation(EvaluationNetwork):
         return math.prod(stage.lipschitz for stage in stages(self))
 
     def scores(self, unit: Tensor) -> Tensor:
-        return self._through(unit, lambda layer, x: layer(x))
-
-    def surrogate_scores(self, unit: Tensor, p: float) -> Tensor:
-        return self._through(unit, lambda layer, x: layer.smooth(x, p))
-
-    def _through(self, unit: Tensor, apply: Callable[[SortLinear, Tensor], Tensor]) -> Tensor:
         x = unit
         for part in self.front:
             x = part(x)
+        return self._through(x, lambda layer, x: layer(x))
+
+    def surrogate_scores(self, unit: Tensor, p: float) -> Tensor:
+        x = unit
+        for part in self.front:
+            x = part.surrogate(x) if isinstance(part, Ramp) else part(x)
+        return self._through(x, lambda layer, x: layer.smooth(x, p))
+
+    def _through(self, x: Tensor, apply: Callable[[SortLinear, Tensor], Tensor]) -> Tensor:
         x = x.flatten(1)
         for layer, shift in zip(self.layers, self.shifts, strict=False):
             x = shift(apply(layer, x))
@@ -131,10 +150,34 @@ class SortEvaluation(EvaluationNetwork):
         return traced_scores(self, unit, self.bound.front)
 
     def decide(self, unit: Tensor) -> Decided:
-        """The radius is (margin - rounding) / (2 L)."""
+        """The radius is (margin - rounding) / (2 L); behind ramps, what boxes prove beyond that."""
         scores, magnitudes = self.traced(unit)
         action, runner_up, margin = ranked(scores, unit)
-        return action, margin_radius(self.bound, magnitudes.cpu().numpy(), margin), runner_up
+        radius = margin_radius(self.bound, magnitudes.cpu().numpy(), margin)
+        if self.has_ramps:
+            radius = self._box_radius(unit, torch.from_numpy(action), torch.from_numpy(radius)).numpy()
+        return action, radius, runner_up
+
+    @cached_property
+    def has_ramps(self) -> bool:
+        return any(isinstance(part, Ramp) for part in self.front)
+
+    def _box_radius(self, unit: Tensor, action: Tensor, least: Tensor) -> Tensor:
+        """The largest radius (batch,) for which intervals prove the action, by bisection; what is returned was proven.
+
+        A ramp is monotone, so the corners of a box of inputs give the exact box of what ramps make of it, each feature with a
+        movement of its own: none where a ramp stays saturated. The margin only knows the fastest movement of all.
+        """
+        good, bad = least.clamp(max=REACH), torch.full_like(least, REACH)
+        for _ in range(BISECTIONS):
+            # Geometric while the bracket is wide, because radii differ by orders of magnitude.
+            middle = torch.where(bad > 4 * good, torch.sqrt(bad * good.clamp(min=1e-4)), (good + bad) / 2)
+            # The box is one of a radius that is larger by more than what float64 loses when distances are measured in it.
+            eps = (middle / RADIUS_DOWN).reshape(-1, *(1 for _ in unit.shape[1:]))
+            parts = zip(*(torch.split(x, ROWS_AT_ONCE) for x in (unit, eps, action)), strict=True)
+            holding = torch.cat([self.proven(*box_around(x, e, None, None), a) for x, e, a in parts])
+            good, bad = torch.where(holding, middle, good), torch.where(holding, bad, middle)
+        return torch.maximum(good, least)
 
     def reachable(self, unit: Tensor, eps_unit: float) -> npt.NDArray[np.bool_]:
         """Score differences move by at most 2 L eps plus rounding: an action further behind than that cannot be forced."""
@@ -142,6 +185,10 @@ class SortEvaluation(EvaluationNetwork):
         values = scores.numpy().astype(np.float64)
         behind = values.max(1, keepdims=True) - values
         possible: npt.NDArray[np.bool_] = margin_radius(self.bound, magnitudes.numpy()[:, None], behind) <= eps_unit
+        if self.has_ramps:
+            boxes = [box_around(rows, eps_unit / RADIUS_DOWN, None, None) for rows in torch.split(unit, ROWS_AT_ONCE)]
+            ranges = [score_bounds(self, lo, hi, self.bound) for lo, hi in boxes]
+            possible &= torch.cat([high >= low.amax(1, keepdim=True) for low, high in ranges]).numpy()
         return possible
 
     def proven(self, lo: Tensor, hi: Tensor, action: Tensor) -> Tensor:
@@ -179,6 +226,8 @@ class SortPolicy(CertifiedPolicy):
         conv: tuple[tuple[int, int, int], ...] = (),
         bounded_conv: tuple[tuple[int, int, int], ...] = (),
         pixels: tuple[int, ...] = (),
+        ramp_width: float = 0.0,
+        ramp_limit: float = 1.0,
         normalizer: Normalizer | None = None,
     ) -> None:
         super().__init__()
@@ -195,6 +244,8 @@ class SortPolicy(CertifiedPolicy):
             tuple(conv),
             tuple(bounded_conv),
             tuple(pixels),
+            ramp_width,
+            ramp_limit,
         )
         self.normalizer = Normalizer.identity(self.obs_shape) if normalizer is None else normalizer
         if self.normalizer.obs_shape != self.obs_shape:
@@ -209,8 +260,13 @@ class SortPolicy(CertifiedPolicy):
         with torch.no_grad():
             seen = tuple(nn.Sequential(*front)(torch.zeros(1, *self.obs_shape)).shape[1:])
         if self.config.pixels:
-            front.append(Pixels(self.config.pixels, math.prod(seen)))
+            front.append(Pixels(self.config.pixels, math.prod(seen), doubles=ramp_width != 0.0))
             seen = (len(self.config.pixels),)
+        if ramp_width != 0.0:
+            if not self.config.pixels:
+                front.append(Pixels(range(math.prod(seen)), math.prod(seen)))
+                seen = (math.prod(seen),)
+            front += [Centre(seen[0]), Ramp(ramp_width, ramp_limit)]
         for channels, kernel, stride in self.config.bounded_conv:
             bounded = BoundedConv((seen[0], seen[1], seen[2]), channels, kernel, stride)
             front.append(bounded)
@@ -323,14 +379,14 @@ class SortPolicy(CertifiedPolicy):
     def predict_certified(self, observation: npt.ArrayLike) -> Decision:
         """Actions for raw observations, one or a batch, each with its certificate: the cost of one :meth:`predict`."""
         obs = np.asarray(observation)
-        if obs.shape == self.obs_shape:
+        network = self._sort_network()
+        if obs.shape == self.obs_shape and not network.has_ramps:
             unit = self.normalize(obs[None])
-            network = self._sort_network()
             action, radius, runner_up, margin = decide_one(network, network.bound, unit)
             if not math.isfinite(margin):
                 raise overflow(unit)
             return Decision(np.int64(action), np.float64(radius), np.int64(runner_up))
-        return Decision(*self.evaluation().decide(self.normalize(obs)))
+        return super().predict_certified(observation)
 
     def export_onnx(self, path: str | Path) -> None:
         """Write the evaluation network as ONNX: raw observation in; action, scores and certified radius out.

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import difflib
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
-from sortrl.baselines.memory.compact import EPS_KEEP, SIZE
-from sortrl.baselines.memory.search import SearchConfig
-from sortrl.baselines.thresholds.distill import RoundingConfig
+from sortrl.baselines.memory.recipe import MemoryRecipe
+from sortrl.baselines.thresholds.recipe import ThresholdRecipe
 from sortrl.core.errors import SortRLError
+from sortrl.core.identity import plain
 from sortrl.data.collect import CollectConfig
-from sortrl.distill.loop import PRESETS, DistillConfig
-from sortrl.runs.tasks import MEASURED, TASKS, Task
-from sortrl.teachers import HardenConfig, PQNConfig, SteadyConfig, TeacherConfig, teacher_preset
+from sortrl.distill import config as distill
+from sortrl.distill.recipe import Recipe, SortRecipe
+from sortrl.runs.tasks import TASKS, Task
+from sortrl.teachers import HardenConfig, SteadyConfig, TeacherConfig, teacher_preset
 
 Preset = Literal["fast", "paper", "memory", "rounded"]
-RECIPES: dict[str, DistillConfig] = {**PRESETS, "memory": PRESETS["fast"], "rounded": PRESETS["fast"]}
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,8 @@ class RobustifyConfig:
     preset: Preset
     teacher_config: TeacherConfig | None
     collect: CollectConfig
-    distill: DistillConfig
+    student: Recipe
+    """How the student is made, with its settings."""
     dagger_rounds: int
     """Provisional students, each trained for a third of the steps, whose states the teacher labels for the next."""
     dagger_states: int
@@ -37,10 +38,6 @@ class RobustifyConfig:
     noise: float
     """Students and teacher act on observations with uniform noise of up to this size while states are collected, so
     that the data hold what a disturbed agent meets."""
-    remember: bool
-    """Make a student that is not trained but remembers the teacher's best episodes (:mod:`sortrl.baselines.memory.remember`)."""
-    search: SearchConfig
-    """For such a student: how to look for episodes that win where the teacher never did (:mod:`sortrl.baselines.memory.search`)."""
     smoothing: float
     """The student learns from the teacher averaged over Gaussian displacements of this size; 0 for the teacher itself."""
     start_radius: float
@@ -57,17 +54,6 @@ class RobustifyConfig:
     suite_episodes: int = 10
     adversary_steps: int = 100_000
     """Environment steps in which a learned adversary is trained."""
-    eps_keep: float = EPS_KEEP
-    """A student that remembers is made small by :mod:`sortrl.baselines.memory.compact`: each state keeps a radius of this size, or its own if
-    that is smaller; less only if the student would be too large otherwise."""
-    memory_bytes: int = SIZE
-    """How large a student that remembers may be in half precision, as the zoo stores it."""
-    rounding: RoundingConfig | None = None
-    """Make a student that sees rounded pixels (:mod:`sortrl.baselines.thresholds.distill`); ``distill`` then says nothing."""
-    polish: PQNConfig | None = None
-    """Let that student go on learning in the game itself, by Q-learning (:mod:`sortrl.baselines.thresholds.polish`); it needs ``norm``."""
-    tutored: bool = True
-    """There it learns from the teacher's values in the states of its own play; or else from rewards, without the teacher."""
     harden: HardenConfig | None = None
     """First train the teacher on, by reinforcement learning, while it is attacked (:mod:`sortrl.teachers.hardening`); the student
     learns from the one that comes out. None: from the teacher as it is."""
@@ -82,18 +68,12 @@ class RobustifyConfig:
     choose_episodes: int = 50
     """Validation episodes at each of those eps."""
 
-    @property
-    def training(self) -> DistillConfig | RoundingConfig:
-        """How the student is trained."""
-        return self.distill if self.rounding is None else self.rounding
-
     def __post_init__(self) -> None:
         for name, least in (
             ("episodes", 1),
             ("suite_episodes", 1),
             ("dagger_rounds", 0),
             ("dagger_states", 1),
-            ("memory_bytes", 1),
             ("candidates", 1),
             ("choose_episodes", 1),
         ):
@@ -103,8 +83,6 @@ class RobustifyConfig:
         for name in ("noise", "smoothing", "start_radius", "dagger_eps"):
             if not 0 <= getattr(self, name) < float("inf"):
                 raise SortRLError(f"robustify: {name} is {getattr(self, name)}, expected a finite number >= 0.")
-        if not 0 < self.eps_keep < float("inf"):
-            raise SortRLError(f"robustify: eps_keep is {self.eps_keep}, expected a positive finite number.")
         if not self.choose_eps or not all(0 <= eps < float("inf") for eps in self.choose_eps):
             raise SortRLError(f"robustify: choose_eps is {self.choose_eps}, expected one or more finite numbers >= 0.")
         if 0.0 not in self.eps_grid or not all(0 <= eps < float("inf") for eps in self.eps_grid):
@@ -112,56 +90,73 @@ class RobustifyConfig:
                 f"robustify: eps_grid is {self.eps_grid}, expected finite numbers >= 0, and 0 among them."
             )
 
+    def to_json(self) -> dict[str, Any]:
+        """As run.json and results.json have it: the recipe's settings stand beside the others."""
+        own = {part.name: plain(getattr(self, part.name)) for part in fields(self) if part.name != "student"}
+        return {**own, **plain(self.student)}
+
+
+@dataclass(frozen=True)
+class _Preset:
+    """A recipe, and what it asks of the run around it."""
+
+    recipe: Recipe
+    collect: CollectConfig
+    dagger_rounds: int = 0
+    noise: float = 0.0
+    """In units of eps."""
+
+
+_EXPLORED = CollectConfig(states=50_000, exploration=0.5)
+PRESETS: dict[str, _Preset] = {
+    "fast": _Preset(SortRecipe(distill.PRESETS["fast"]), _EXPLORED, dagger_rounds=1, noise=1.0),
+    # As printed: the teacher's own greedy states alone.
+    "paper": _Preset(SortRecipe(distill.PRESETS["paper"]), CollectConfig(states=50_000, exploration=0.0)),
+    # Many tries from every start, so that one of them is good.
+    "memory": _Preset(MemoryRecipe(), CollectConfig(states=200_000, exploration=1.0, slots=64)),
+    "rounded": _Preset(ThresholdRecipe(), _EXPLORED, dagger_rounds=1),
+}
+
 
 def robustify_config(
     env_id: str, eps: float | None = None, preset: Preset = "fast", train_teacher: bool = True, **changes: Any
 ) -> RobustifyConfig:
-    """The defaults for a task; ``changes`` replace fields of the result or of its ``distill`` part.
+    """The defaults for a task; ``changes`` replace fields of the result or settings of its recipe.
 
-    >>> robustify_config("CartPole-v1", eps=0.2, steps=10).distill.steps
-    10
+    >>> config = robustify_config("CartPole-v1", eps=0.2, steps=10)
+    >>> config.student.distill.steps, config.student.distill.eps
+    (10, 0.2)
     """
     task = TASKS.get(env_id, Task(env_id, ""))
     eps = task.eps if eps is None else eps
     if isinstance(eps, bool) or not isinstance(eps, (int, float)):
         raise SortRLError(f"robustify: eps is {eps!r}, expected a number in the teacher's input units.")
-    if preset not in RECIPES:
-        raise SortRLError(f"Unknown preset {preset!r}; choose one of {', '.join(RECIPES)}.")
-    fast = preset == "fast"  # the printed recipe has the teacher's own greedy states alone
-    memory, rounded = preset == "memory", preset == "rounded"
-    states = CollectConfig(states=50_000, exploration=0.5 if fast or rounded else 0.0)
-    if memory:  # many tries from every start, so that one of them is good
-        states = CollectConfig(states=200_000, exploration=1.0, slots=64)
+    if preset not in PRESETS:
+        raise SortRLError(f"Unknown preset {preset!r}; choose one of {', '.join(PRESETS)}.")
+    chosen = PRESETS[preset]
     config = RobustifyConfig(
         eps=eps,
         preset=preset,
         teacher_config=teacher_preset(env_id) if train_teacher else None,
-        collect=states,
-        distill=replace(RECIPES[preset], eps=eps),
-        dagger_rounds=1 if fast or rounded else 0,
+        collect=chosen.collect,
+        student=chosen.recipe.for_eps(eps),
+        dagger_rounds=chosen.dagger_rounds,
         dagger_states=20_000,
         dagger_eps=0.0,
-        noise=eps if fast else 0.0,
-        remember=memory,
-        search=SearchConfig(),
+        noise=chosen.noise * eps,
         smoothing=0.0,
         start_radius=0.0,
         episodes=30,
         eps_grid=tuple(round(share * eps, 6) for share in (0.0, 0.5, 1.0, 1.5, 2.0)),
-        rounding=RoundingConfig() if rounded else None,
     )
-    own = task.fast if fast else {name: task.fast[name] for name in MEASURED if preset != "paper" and name in task.fast}
-    own = own | {"memory": task.memory, "rounded": task.rounded, "paper": task.paper}.get(preset, {})
-    return _with_changes(config, {**own, **{k: v for k, v in changes.items() if v is not None}})
+    return _with_changes(config, {**task.settings(preset), **{k: v for k, v in changes.items() if v is not None}})
 
 
 def _with_changes(config: RobustifyConfig, changes: dict[str, Any]) -> RobustifyConfig:
-    own, training = RobustifyConfig.__dataclass_fields__, config.training.__dataclass_fields__
+    own, recipe = [part.name for part in fields(config)], config.student.options
     for name in changes:
-        if name not in own and name not in training:
-            close = difflib.get_close_matches(name, [*own, *training], n=1)
+        if name not in own and name not in recipe:
+            close = difflib.get_close_matches(name, [*own, *recipe], n=1)
             raise SortRLError(f"robustify has no option {name!r}." + (f" Did you mean {close[0]!r}?" if close else ""))
-    # All at once, because some are only valid together.
-    config = replace(config, **{name: value for name, value in changes.items() if name in own})
-    changed: Any = replace(config.training, **{name: v for name, v in changes.items() if name not in own})
-    return replace(config, **{"distill" if config.rounding is None else "rounding": changed})
+    student = config.student.with_options(**{name: value for name, value in changes.items() if name not in own})
+    return replace(config, **{"student": student, **{name: value for name, value in changes.items() if name in own}})

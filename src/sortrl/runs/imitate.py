@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from sortrl.baselines.memory.recipe import MemoryRecipe
 from sortrl.baselines.memory.remember import best_episodes
 from sortrl.core.errors import SortRLError
 from sortrl.core.files import read_object, write_json
@@ -97,10 +98,13 @@ def _best_tries(
 ) -> Demonstrations:
     """What a memory of this teacher would be made of."""
     settings = robustify_config(env_id, preset="memory", train_teacher=False)
+    recipe = settings.student
+    assert isinstance(recipe, MemoryRecipe)
     settings = replace(settings, collect=replace(settings.collect, states=config.states))
     with open_run(folder, env_id, settings, seed, teacher, quiet=quiet) as run:
-        data = run.searched(run.demonstrations(teacher), teacher)
-    return best_episodes(data, plain=settings.search.straighten)
+        data = run.demonstrations(teacher)
+        data = recipe.extended(run.work(teacher, data, data))
+    return best_episodes(data, plain=recipe.search.straighten)
 
 
 def _trained(

@@ -15,6 +15,7 @@ from sortrl.envs import describe
 from sortrl.evaluate.suite import LEARNED
 from sortrl.nets import CertifiedPolicy
 from sortrl.runs.config import Preset, RobustifyConfig, robustify_config
+from sortrl.runs.measure import results
 from sortrl.runs.run import TRAINED_HERE, open_run
 from sortrl.runs.stages import TEST_SEED_OFFSET
 from sortrl.teachers.grading import LOG_FILE
@@ -73,7 +74,7 @@ def robustify(
         policy = run.student(agent)
         if scratch is None:
             said = command or f"sortrl.robustify(env={env!r}, eps={config.eps})"
-            report.render(run.results(policy, agent, source, said), folder)
+            report.render(results(run, policy, agent, source, said), folder)
     return policy
 
 
@@ -81,8 +82,6 @@ def _check_early(config: RobustifyConfig, seed: int) -> None:
     """What would otherwise fail after hours of training."""
     if not isinstance(seed, int) or not 0 <= seed < TEST_SEED_OFFSET:
         raise SortRLError(f"robustify: seed is {seed!r}, expected a whole number in 0..{TEST_SEED_OFFSET - 1}.")
-    if config.polish is not None and not (config.rounding is not None and config.rounding.norm):
-        raise SortRLError("robustify: polish needs a student that learns values: the preset 'rounded' with norm=True.")
     for name in (config.attack, *config.suite):
         if name != LEARNED:
             attacks.by_name(name)

@@ -1,4 +1,4 @@
-"""A run: a directory that :func:`open_run` locks and claims, the stages up to the policy, and what is measured of it.
+"""Opening a run: a directory that :func:`open_run` locks and claims.
 
 There is one way to write to a run, :func:`open_run`, and one to look at a finished one, :func:`read_run`.
 """
@@ -6,33 +6,25 @@ There is one way to write to a run, :func:`open_run`, and one to look at a finis
 from __future__ import annotations
 
 import datetime
-import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any
 
-from sortrl import attacks, nets
-from sortrl.certify import certificate_summary
-from sortrl.certify.shares import CertificateSummary
+from sortrl import nets
 from sortrl.core.errors import SortRLError
-from sortrl.core.files import locked, read_json, read_object, remove_leftovers, write_json
+from sortrl.core.files import locked, read_object, remove_leftovers
 from sortrl.core.identity import Identity, differences, fingerprint, named, plain
-from sortrl.core.records import EvalRow, Policy, stored_rows
 from sortrl.envs import describe
-from sortrl.evaluate import provenance
-from sortrl.evaluate.returns import evaluate_curve
-from sortrl.evaluate.suite import evaluate_suite
 from sortrl.nets import CertifiedPolicy, zoo
 from sortrl.runs.config import RobustifyConfig
-from sortrl.runs.stages import RUN_FILE, TEST_SEED_OFFSET, Claim, Stages
+from sortrl.runs.stages import RUN_FILE, Claim, Run
 from sortrl.teachers import Teacher
 from sortrl.teachers.grading import LOG_FILE
 from sortrl.teachers.load.load import check_fit
 from sortrl.teachers.teacher import FILE_NAME as TEACHER_FILE
 from sortrl.teachers.train_sb3 import STATE_FILE
 
-SLOTS, IMAGE_SLOTS = 128, 64  # environments side by side
 TRAINED_HERE = "trained here"  # in the place of a given teacher's name
 # Settings that change what is measured of a policy, and nothing about the policy: another value is measured, not refused.
 MEASURED = tuple(
@@ -123,136 +115,6 @@ def _claimed(directory: Path, identity: Identity) -> Claim:
 
 def _now() -> str:
     return datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
-
-
-class RunResults(TypedDict):
-    """results.json of a run; :mod:`sortrl.report.model` validates what it reads of it."""
-
-    schema: int
-    kind: str
-    sortrl: str
-    command: str
-    seed: int
-    started: str | None
-    stage_seconds: dict[str, float]
-    versions: dict[str, str]
-    machine: dict[str, Any]
-    env: dict[str, Any]
-    teacher: dict[str, Any]
-    config: dict[str, Any]
-    data: dict[str, Any] | None
-    memory: dict[str, Any] | None
-    policy: dict[str, Any]
-    student: dict[str, str]
-    training: list[dict[str, Any]] | None
-    evaluation: list[EvalRow]
-    certificate: CertificateSummary
-
-
-class Run(Stages):
-    """The stages of a run and, behind the policy, what is measured of it."""
-
-    def evaluation(self, policies: dict[str, Policy]) -> list[EvalRow]:
-        """Returns of each policy along ``eps_grid``, kept curve by curve; the clean student also gives the certificate."""
-        path = self.directory / "evaluation.json"
-        attack = attacks.by_name(self.config.attack)
-        rows = [
-            row
-            for row in (stored_rows(read_json(path), path) if path.exists() else [])
-            if row.get("episodes") == self.config.episodes  # others are measured again
-            and row["eps"] in self.config.eps_grid
-            and row["attack"] == (attack.name if row["eps"] > 0 else "none")
-        ]
-        done = {(row["policy"], row["eps"]) for row in rows}
-        slots = SLOTS if len(describe(self.env_id).obs_shape) == 1 else IMAGE_SLOTS
-        for name, policy in policies.items():
-            # A black box has no gradient to follow.
-            grid = (0.0,) if getattr(policy, "algorithm", None) == "callable" else self.config.eps_grid
-            grid = tuple(eps for eps in grid if (name, eps) not in done)
-            if not grid:
-                continue
-            with self._stage("evaluate", f"Evaluating the {name} at eps {', '.join(f'{eps:g}' for eps in grid)}") as p:
-                curve = evaluate_curve(
-                    policy,
-                    self.env_id,
-                    attack,
-                    grid,
-                    self.config.episodes,
-                    self.seed + TEST_SEED_OFFSET,
-                    slots=slots,
-                    name=name,
-                    progress=p,
-                )
-            clean = next((result for result in curve if result.eps_unit == 0), None)
-            if clean is not None and clean.radii is not None:
-                write_json(self.directory / "certificate.json", certificate_summary(clean, self.config.eps))
-            rows += [result.to_json() for result in curve]
-            rows.sort(key=lambda row: ([*policies].index(row["policy"]), row["eps"]))
-            write_json(path, rows)
-        return rows
-
-    def strongest(self, policy: CertifiedPolicy, teacher: Teacher) -> list[EvalRow]:
-        """Returns of both at the eps that was trained for, under attacks of other kinds: one that fails proves nothing."""
-        if not self.config.suite or self.config.eps == 0:
-            return []
-        with self._timed("attack"):
-            result = evaluate_suite(
-                policy,
-                teacher,
-                self.env_id,
-                self.config.suite,
-                (self.config.eps,),
-                self.config.suite_episodes,
-                self.seed + TEST_SEED_OFFSET,
-                path=self.directory / "suite.json",
-                adversary_steps=self.config.adversary_steps,
-                quiet=self.quiet,
-                again=True,
-            )
-        return [row for row in result.rows if row["eps"] > 0]
-
-    def results(self, policy: CertifiedPolicy, teacher: Teacher, source: str, command: str) -> RunResults:
-        """Evaluate what is not evaluated yet and write results.json, from which alone the report is made."""
-        evaluation = self.evaluation({"teacher": teacher, "student": policy}) + self.strongest(policy, teacher)
-        info, training = describe(self.env_id), read_object(self.directory / "training.json")
-        units = info.raw_units(policy.normalizer.scale.numpy())
-        results: RunResults = {
-            "schema": 1,
-            "kind": "robustify",
-            "sortrl": provenance.sortrl_version(),
-            "command": command,
-            "seed": self.seed,
-            "started": self.claim.document.get("started"),
-            "stage_seconds": self.claim.seconds,
-            "versions": provenance.versions(),
-            "machine": provenance.machine(),
-            "env": {
-                "id": self.env_id,
-                "obs_shape": list(info.obs_shape),
-                "obs_names": [name for name, _ in units],
-                "unit_to_raw": [scale for _, scale in units],
-                "n_actions": info.n_actions,
-                "max_steps": info.max_steps,
-            },
-            "teacher": {"name": teacher.name, "algorithm": teacher.algorithm, "source": source},
-            "config": plain(self.config),
-            "data": training.get("data"),
-            "memory": read_json(memory) if (memory := self.directory / "memory.json").exists() else None,
-            "policy": {
-                "kind": policy.kind,
-                "parameters": policy.parameter_count,
-                "lipschitz": policy.lipschitz if math.isfinite(policy.lipschitz) else None,
-                **plain(policy.describe()),
-                # How many: which ones is in the policy's file.
-                **({"pixels": len(policy.config.pixels)} if hasattr(policy.config, "pixels") else {}),
-            },
-            "student": policy.explain(),
-            "training": training.get("history"),
-            "evaluation": evaluation,
-            "certificate": read_json(self.directory / "certificate.json"),
-        }
-        write_json(self.directory / "results.json", results)
-        return results
 
 
 def identity_of(directory: Path) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The stages of a run from the teacher to the policy, each kept in a file of the run's directory.
+"""A run's stages, from the teacher to the policy, each kept in a file of the run's directory.
 
 A killed run continues when it is started again with the same settings: a finished stage is read from its file, an
 unfinished training from its checkpoint.
@@ -14,16 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from sortrl import attacks, nets
 from sortrl.attacks.valid import check_eps
-from sortrl.baselines.memory.compact import compact
-from sortrl.baselines.memory.remember import best_episodes
-from sortrl.baselines.memory.search import search
-from sortrl.baselines.memory.straighten import straightened
-from sortrl.baselines.thresholds.distill import RoundingConfig, distill_rounded
-from sortrl.baselines.thresholds.polish import polished
 from sortrl.core.errors import SortRLError
 from sortrl.core.files import locked, remove_leftovers, write_json
 from sortrl.core.progress import Progress, stage
@@ -31,14 +24,13 @@ from sortrl.core.records import Demonstrations
 from sortrl.data.attacked import UnderAttack
 from sortrl.data.collect import CollectConfig, collect
 from sortrl.data.dataset import check_splits, load_demonstrations, merge, save_demonstrations, split
-from sortrl.distill.loop import DistillConfig, Distilled, distill, held_out_metrics
+from sortrl.distill import Distilled, Work, held_out_metrics
 from sortrl.envs import describe
 from sortrl.nets import CertifiedPolicy
 from sortrl.runs.choosing import choose
 from sortrl.runs.config import RobustifyConfig
 from sortrl.teachers import Teacher, decided_at_start, hardened, smoothed, steadied, train_teacher
 from sortrl.teachers.grading import LOG_FILE
-from sortrl.teachers.train_pqn import Tutor
 
 VALIDATION_SHARE = 0.1
 RUN_FILE, HARDENED = "run.json", "hardened"
@@ -63,7 +55,7 @@ class Claim:
         write_json(self.directory / RUN_FILE, self.document)
 
 
-class Stages:
+class Run:
     """What one run has in its directory. Each stage returns what the next one needs, made now or read back."""
 
     def __init__(
@@ -80,13 +72,13 @@ class Stages:
         self.shared = shared  # what is made of the teacher does not depend on the seed of a student
 
     @contextmanager
-    def _stage(self, name: str, title: str) -> Iterator[Progress]:
+    def stage(self, name: str, title: str) -> Iterator[Progress]:
         """Show progress, and add the time to the record."""
-        with self._timed(name), stage(title, self.quiet) as progress:
+        with self.timed(name), stage(title, self.quiet) as progress:
             yield progress
 
     @contextmanager
-    def _timed(self, name: str) -> Iterator[None]:
+    def timed(self, name: str) -> Iterator[None]:
         """Add the time to the record, also of a stage that is finished in a later attempt."""
         started = time.monotonic()
         try:
@@ -107,15 +99,16 @@ class Stages:
             teacher = decided_at_start(teacher, self.env_id, self.config.start_radius)
         data = self.demonstrations(teacher)
         training, held_out = split(data, VALIDATION_SHARE, self.seed)
-        if self.config.remember:
-            training = self.searched(training, teacher)
-            return self._finish(self.remembered(training, teacher), [], training, held_out)
+        recipe, work = self.config.student, self.work(teacher, training, held_out)
+        work = replace(work, training=recipe.extended(work))
         for index in range(1, self.config.dagger_rounds + 1):
-            training = merge(training, self.dagger(index, training, held_out, teacher))
-        final = self.chosen(training, held_out, teacher)
-        if self.config.polish is not None:
-            return self._finish(self.polished(final.policy, training, teacher), final.history, training, held_out)
-        return self._finish(final.policy, final.history, training, held_out, final.held_out)
+            work = replace(work, training=merge(work.training, self.dagger(index, work)))
+        final = recipe.finished(work, self.chosen(work))
+        return self._finish(final, work)
+
+    def work(self, teacher: Teacher, training: Demonstrations, held_out: Demonstrations) -> Work:
+        """What the recipe works with."""
+        return Work(self.env_id, teacher, training, held_out, self.config.eps, self.seed, self.directory, self.stage)
 
     def prepared(self, teacher: Teacher) -> Teacher:
         """The teacher to learn from: the one given or, if asked for, what further training or a search makes of it."""
@@ -128,80 +121,39 @@ class Stages:
 
     def _prepared(self, teacher: Teacher, folder: Path) -> Teacher:
         if self.config.harden is not None:
-            with self._stage("teacher", "Hardening the teacher") as progress:
+            with self.stage("teacher", "Hardening the teacher") as progress:
                 teacher = hardened(teacher, self.env_id, self.config.harden, folder / HARDENED, progress)
         if self.config.steady is not None:
-            with self._stage("teacher", "Steadying the teacher") as progress:
+            with self.stage("teacher", "Steadying the teacher") as progress:
                 teacher = steadied(teacher, self.env_id, self.config.steady, folder, progress)
         return teacher
 
-    def _finish(
-        self,
-        policy: CertifiedPolicy,
-        history: list[dict[str, Any]],
-        training: Demonstrations,
-        held_out: Demonstrations,
-        metrics: dict[str, float] | None = None,
-    ) -> CertifiedPolicy:
+    def _finish(self, final: Distilled, work: Work) -> CertifiedPolicy:
         """Keep the policy, and what its data and training were."""
-        metrics = metrics or held_out_metrics(policy, held_out, self.config.eps)
-        data = merge(training, held_out)
+        metrics = final.held_out or held_out_metrics(final.policy, work.held_out, self.config.eps)
+        data = merge(work.training, work.held_out)
         facts = {
             "states": len(data),
             "distinct": data.n_distinct,
             "dagger_states": self.config.dagger_rounds * self.config.dagger_states,
-            "held_out_states": len(held_out),
+            "held_out_states": len(work.held_out),
             "agreement": metrics["agreement"],
             "certified": metrics["certified"],
         }
-        write_json(self.directory / "training.json", {"history": history, "data": facts})
-        policy.save(self.directory)
-        return policy
+        write_json(self.directory / "training.json", {"history": final.history, "data": facts})
+        final.policy.save(self.directory)
+        return final.policy
 
-    def searched(self, data: Demonstrations, teacher: Teacher) -> Demonstrations:
-        """With episodes that win where none in the data does, and plainer ones, as far as they can be found."""
-        config = self.config.search
-        if config.steps > 0:
-            data = self._with_found(
-                "search",
-                "Searching where the teacher never won",
-                data,
-                lambda p: search(teacher, data, config, self.seed, p),
-            )
-        whole = data
-        if config.straighten:
-            data = self._with_found(
-                "straighten",
-                "Putting back the teacher's own answers",
-                whole,
-                lambda p: straightened(teacher, whole, config.goal, self.seed, p),
-            )
-        return data
-
-    def _with_found(
-        self, name: str, title: str, data: Demonstrations, find: Callable[[Progress], Demonstrations | None]
-    ) -> Demonstrations:
-        """The data and further episodes, which are found now or were before."""
-        path, done = self.directory / f"{name}.safetensors", self.directory / f"{name}.json"
-        if not done.exists():
-            with self._stage(name, title) as progress:
-                found = find(progress)
-            if found is not None:
-                save_demonstrations(path, found)
-            write_json(done, {"episodes": 0 if found is None else len(np.unique(found.episodes))})
-        return merge(data, load_demonstrations(path)) if path.exists() else data
-
-    def chosen(self, training: Demonstrations, held_out: Demonstrations, teacher: Teacher) -> Distilled:
+    def chosen(self, work: Work) -> Distilled:
         """The student; of several candidates the best on validation episodes, which are those of no data and of no test."""
         config = self.config
         names = ["student", *(f"candidate {number}" for number in range(1, config.candidates))]
         found = [
-            self.distilled(name, training, held_out, teacher, config.training, number)
-            for number, name in enumerate(names)
+            config.student.train(work, name, self.seed + TEST_SEED_OFFSET * number) for number, name in enumerate(names)
         ]
         if len(found) == 1:
             return found[0]
-        with self._stage("choose", f"Choosing among {len(found)} candidates") as progress:
+        with self.stage("choose", f"Choosing among {len(found)} candidates") as progress:
             choice = choose(
                 [candidate.policy for candidate in found],
                 self.env_id,
@@ -215,35 +167,11 @@ class Stages:
         write_json(self.directory / "choice.json", choice.to_json())
         return found[choice.best]
 
-    def polished(self, policy: CertifiedPolicy, training: Demonstrations, teacher: Teacher) -> CertifiedPolicy:
-        """The student after it has gone on learning in the game."""
-        assert self.config.polish is not None
-        folder = self.directory / "polished"
-        known = torch.from_numpy(training.obs), torch.from_numpy(training.logits.astype(np.float32))
-        tutor = Tutor(teacher, *known) if self.config.tutored else None
-        with self._stage("polish", "Learning on in the game") as progress:
-            return polished(policy, self.env_id, self.config.polish, folder, self.seed, progress, tutor)
-
-    def remembered(self, data: Demonstrations, teacher: Teacher) -> CertifiedPolicy:
-        """A student that is not trained: the best episodes in the data, and the nearest neighbour among their states."""
-        with self._stage("remember", "Remembering the best episodes"):
-            config = self.config.distill
-            small = compact(
-                best_episodes(data, plain=self.config.search.straighten),
-                teacher.normalizer,
-                config.pool,
-                config.crop,
-                self.config.eps_keep,
-                self.config.memory_bytes,
-            )
-            write_json(self.directory / "memory.json", small.to_json())
-            return small.policy
-
     def teacher(self, given: Teacher | None = None, log: dict[str, Any] | None = None) -> Teacher:
         """The one given, kept with the log of its training; or one that is trained now."""
         folder = self.directory / "teacher"
         if given is None:
-            with self._stage("teacher", "Training the teacher") as progress:
+            with self.stage("teacher", "Training the teacher") as progress:
                 trained = train_teacher(self.env_id, self.config.teacher_config, folder, self.seed, progress)
             check_eps(trained, describe(self.env_id), self.config.eps)  # its units are known only now
             return trained
@@ -259,8 +187,7 @@ class Stages:
         def collected(progress: Progress) -> Demonstrations:
             data = collect(teacher, self.env_id, config, self.seed, progress=progress)
             check_splits(data)  # what nothing can be learned from is not kept: it would be in the way of better data
-            # A memory keeps what was played, not labels.
-            if len(np.unique(data.actions)) == 1 and not self.config.remember:
+            if self.config.student.learns_labels and len(np.unique(data.actions)) == 1:
                 raise SortRLError(
                     f"{teacher.name} plays action {data.actions[0]} in all of {len(data)} states, so there is nothing to learn "
                     "from it. Train it longer, or give the normalisation that belongs to it (vecnormalize)."
@@ -269,67 +196,24 @@ class Stages:
 
         return self._data("data", "Collecting states", collected)
 
-    def dagger(
-        self, index: int, training: Demonstrations, held_out: Demonstrations, teacher: Teacher
-    ) -> Demonstrations:
+    def dagger(self, index: int, work: Work) -> Demonstrations:
         """States that a provisional student reaches, labelled by the teacher."""
         path = self.directory / f"dagger-{index}.safetensors"
         if path.exists():  # and the provisional student is needed no more
             return load_demonstrations(path)
-        short = replace(self.config.training, steps=max(1, self.config.training.steps // 3))
-        student = self.distilled(f"provisional student {index}", training, held_out, teacher, short).policy
+        student = self.config.student.train(work, f"provisional student {index}", self.seed, short=True).policy
         seed, eps = self.seed + 10_000 * index, self.config.dagger_eps
         config = CollectConfig(states=self.config.dagger_states, eps_unit=0.0 if eps > 0 else self.config.noise)
         actor = UnderAttack(student, describe(self.env_id), eps, seed) if eps > 0 else student
         return self._data(
             path.stem,
             "Collecting the student's states",
-            lambda p: collect(teacher, self.env_id, config, seed, actor=actor, progress=p),
+            lambda p: collect(work.teacher, self.env_id, config, seed, actor=actor, progress=p),
         )
 
     def _data(self, name: str, title: str, make: Callable[[Progress], Demonstrations]) -> Demonstrations:
         path = self.directory / f"{name}.safetensors"
         if not path.exists():
-            with self._stage("collect", title) as progress:
+            with self.stage("collect", title) as progress:
                 save_demonstrations(path, make(progress))
         return load_demonstrations(path)
-
-    def distilled(
-        self,
-        name: str,
-        training: Demonstrations,
-        held_out: Demonstrations,
-        teacher: Teacher,
-        config: DistillConfig | RoundingConfig,
-        number: int = 0,
-    ) -> Distilled:
-        folder = self.directory / name.replace(" ", "-")
-        with self._stage("distill", f"Distilling the {name}") as progress, _tensorboard(folder) as log:
-
-            def both(row: dict[str, Any]) -> None:
-                progress(row)
-                log(row)
-
-            seed = self.seed + TEST_SEED_OFFSET * number
-            how: dict[str, Any] = {"held_out": held_out, "out_dir": folder, "seed": seed, "progress": both}
-            if isinstance(config, RoundingConfig):
-                return distill_rounded(training, teacher.normalizer, config, self.config.eps, **how)
-            return distill(training, teacher.normalizer, config, **how)
-
-
-@contextmanager
-def _tensorboard(folder: Path) -> Iterator[Progress]:
-    """A TensorBoard log of the training measurements."""
-    from torch.utils.tensorboard import SummaryWriter  # slow to import, and only needed while training
-
-    writer = SummaryWriter(str(folder / "tensorboard"))
-
-    def log(row: dict[str, Any]) -> None:
-        for name in ("loss", "cross_entropy", "agreement", "certified", "p", "lambda"):
-            if name in row:
-                writer.add_scalar(f"distill/{name}", row[name], row["step"])
-
-    try:
-        yield log
-    finally:
-        writer.close()

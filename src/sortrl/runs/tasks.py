@@ -27,23 +27,38 @@ class Task:
     paper: dict[str, Any] = field(default_factory=dict)
     """Likewise for the ``paper`` preset."""
 
+    def settings(self, preset: str) -> dict[str, Any]:
+        """What differs from a preset's defaults. What is measured at the end is the same however the student was made."""
+        own: dict[str, Any] = getattr(self, preset)
+        shared = {} if preset == "paper" else {name: self.fast[name] for name in MEASURED if name in self.fast}
+        return {**shared, **own}
 
-# Students of large images: convolutions, of which the last sees everything, one sort layer and a linear head.
-IMAGES: dict[str, Any] = {
-    "dagger_rounds": 2,
-    "noise": 2 / 255,
-    "depth": 1,
-    "head": (),
-    "scale": 100.0,
+
+# Students of images: sort layers on pixels that are seen through ramps (docs/training.md says what each setting brought).
+SEEN_THROUGH_RAMPS: dict[str, Any] = {
+    "ramps": True,
+    "noise": 0.0,  # it would fill the gaps between the values that a pixel takes
+    "width": 256,
+    "depth": 3,
+    "rho": 0.0,
     "batch": 256,
-    "steps": 9000,
-    "learning_rate": 0.01,
-    "head_learning_rate": 0.001,
-    "worst_share": 0.5,
+    "learning_rate": 0.08,
+    "scalar_learning_rate": 0.002,
+    "mu_start": 2.0,
     "lambda_end": 1.0,
-    "warm_share": 0.3,
-    "final_share": 0.2,
-    "exact_share": 0.2,
+    "warm_share": 0.5,
+    "p_end": 64.0,
+    "final_share": 0.1,
+    "exact_share": 0.0,
+    "soft_targets": 0.5,
+    "soft_temperature": None,
+}
+IMAGES: dict[str, Any] = {
+    **SEEN_THROUGH_RAMPS,
+    "dagger_rounds": 3,
+    "dagger_states": 30_000,  # together as many as the teacher's own
+    "steps": 2500,
+    "theta_factor": 10.0,  # margins for 10/255 are widened
     "eps_grid": tuple(k / 255 for k in (0, 1, 2, 3, 5)),  # those of the tables, and the one that is trained for
     "suite": (),  # the tables have attacks enough
 }
@@ -59,7 +74,6 @@ PROCGEN: dict[str, Any] = {
     **IMAGES,
     # Greedy agents stand still for hundreds of steps; sampled ones show what there is to see.
     "collect": CollectConfig(states=100_000, exploration=1.0, random_actions=0.02, slots=64),
-    "bounded_conv": ((24, 4, 4), (48, 3, 2), (256, 7, 1)),  # 64 x 64 -> 16 -> 7 -> 1
 }
 # Many tries from every level, as many again from those that were not yet solved twice, a search where all were lost; and of all
 # that won only what the teacher would not have done by itself.
@@ -69,9 +83,8 @@ LEVELS: dict[str, Any] = {
 }
 ATARI: dict[str, Any] = {
     **IMAGES,
-    # A Q-learner is greedy, and a seed only draws 1 to 30 idle frames: random actions make the episodes differ.
-    "collect": CollectConfig(states=100_000, exploration=0.5, random_actions=0.05, slots=64),
-    "bounded_conv": ((24, 8, 4), (48, 4, 2), (256, 9, 1)),  # 84 x 84 -> 20 -> 9 -> 1
+    # A Q-learner is greedy, and a seed only draws 1 to 30 idle frames: random and repeated actions make the episodes differ.
+    "collect": CollectConfig(states=100_000, exploration=0.5, random_actions=0.05, sticky=0.25, spread=True, slots=64),
     "episodes": 20,  # as the literature has it
 }
 # The teacher's own play from all thirty starts, and episodes in which it has to find its way back.
@@ -143,16 +156,11 @@ TASKS: dict[str, Task] = {
             "MinAtar's Breakout, 4 x 10 x 10 pixels; small enough to try images in a few minutes",
             eps=0.15,
             fast={
+                **SEEN_THROUGH_RAMPS,
                 "collect": CollectConfig(states=20_000, exploration=0.7, random_actions=0.15),
-                "noise": 0.0,  # a ball of a third of its brightness is none, and the teacher has never seen one
                 "dagger_states": 5_000,
-                "depth": 3,
+                "width": 128,
                 "steps": 1000,
-                "batch": 256,
-                "lambda_end": 0.5,
-                "warm_share": 0.4,
-                "final_share": 0.15,
-                "exact_share": 0.1,
             },
             rounded={
                 "collect": CollectConfig(states=20_000, exploration=0.7, random_actions=0.15),

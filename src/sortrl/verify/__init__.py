@@ -83,6 +83,11 @@ def verify(path: str | Path, policy: str | Path | None = None) -> Verdict:
     file = Path(path).parent / metadata["policy"] if policy is None else Path(policy)
     file = file / "policy.safetensors" if os.path.isdir(file) else file  # False for names that no system takes
     weights, own = read_safetensors(file)
+    if own.get("kind") == "interval":
+        raise SortRLError(
+            f"{file}: a policy of kind 'interval', the kind of baselines, which this independent check does not know. Its certificates "
+            "rest on the code that wrote them (sortrl certify) alone."
+        )
     try:
         description = described(own, weights)
     except (ValueError, TypeError, OverflowError) as error:

@@ -19,7 +19,9 @@ from sortrl.verify.reading import Array, Doubles
 FORMAT = 1
 _KINDS = ("sort", "hybrid", "rounded")
 _SORT_KEYS = {"obs_shape", "n_actions", "width", "depth", "rho", "scale", "crop", "pool", "mask_chunk"}
-_LATER_SORT_KEYS = {"conv", "bounded_conv", "pixels"}  # files written before these existed omit them, and have none
+# Files written before these existed omit them, and have none.
+_LATER_SORT_KEYS = {"conv", "bounded_conv", "pixels", "ramp_width", "ramp_limit"}
+_NO_RAMP = {"width": 0.0, "limit": 1.0}
 _ROUNDED_KEYS = {"obs_shape", "n_actions", "levels", "conv", "hidden"}
 _LATER_ROUNDED_KEYS = {"norm"}
 _CUT = 1e-4  # share of a mix that is cut off
@@ -66,6 +68,10 @@ class SortDescription:
     pool: int
     pixels: Shape
     """Places in what crop and pool leave, flattened: nothing else is seen. None: all of it."""
+    centres: str | None
+    """The name of the centres of ramps, if what is seen is seen through ramps."""
+    ramp: tuple[float, float]
+    """Their width and limit, in float32."""
     bounded: list[Convolution]
     first_bounded: int
     """Its number among the front ends."""
@@ -142,6 +148,7 @@ def _sort(config: dict[str, Any], hybrid: bool, count: int) -> SortDescription:
     crop, pool = _wholes("crop", config["crop"], 0), _whole("pool", config["pool"], 1)
     conv, bounded = (_convolutions(name, config.get(name, [])) for name in ("conv", "bounded_conv"))
     pixels = _wholes("pixels", config.get("pixels", []), 0)
+    ramp_width, ramp_limit = (_number(f"ramp_{name}", config.get(f"ramp_{name}", x)) for name, x in _NO_RAMP.items())
     hidden = _wholes("hidden", config["hidden"], 1) if hybrid else ()
     if depth + len(conv) + len(bounded) + len(hidden) > count:
         raise ValueError(f"{count} tensors for {depth + len(conv) + len(bounded) + len(hidden)} layers")
@@ -155,15 +162,26 @@ def _sort(config: dict[str, Any], hybrid: bool, count: int) -> SortDescription:
         if min(shape) < 1:
             raise ValueError(f"crop {crop} and pool {pool} leave nothing of {obs_shape}")
     if pixels:
-        if conv or bounded or len(set(pixels)) < len(pixels) or max(pixels) >= math.prod(shape):
+        doubles = len(set(pixels)) < len(pixels) and not ramp_width
+        if conv or bounded or doubles or max(pixels) >= math.prod(shape):
             raise ValueError(f"pixels outside 0..{math.prod(shape) - 1}, or several times, or before convolutions")
         shape, front = (len(pixels),), front + 1
+    elif ramp_width:
+        shape, front = (math.prod(shape),), front + 1
     inner: dict[str, Tensor] = {
         "normalizer.mean": Tensor(obs_shape, double=True),
         "normalizer.scale": Tensor(obs_shape, double=True, positive=True),
         "p": Tensor((), double=True, finite=False),  # of training alone, as mu is
         "mu": Tensor(()),
     }
+    centres = None
+    if ramp_width:
+        if not (1e-6 <= ramp_width <= 1e6 and 1e-6 <= ramp_limit <= 1e6) or conv or bounded or scale != 1.0:
+            raise ValueError(
+                f"ramps of width {ramp_width} and limit {ramp_limit}, or with convolutions or a scale behind them"
+            )
+        centres, front = f"front.{front}.centres", front + 2
+        inner[centres] = Tensor(shape)
     first_bounded = front
     for channels, kernel, stride in bounded:
         if channels % 2:
@@ -194,8 +212,10 @@ def _sort(config: dict[str, Any], hybrid: bool, count: int) -> SortDescription:
     for index, (a, b) in enumerate(pairwise(head or [])):
         tensors |= {f"head.layers.{index}.weight": Tensor((b, a)), f"head.layers.{index}.bias": Tensor((b,))}
     borders = (crop[0], crop[1], crop[2], crop[3])
+    ramp = float(np.float32(ramp_width)), float(np.float32(ramp_limit))
     return SortDescription(
-        obs_shape, n_actions, borders, pool, pixels, bounded, first_bounded, factor, conv, fans, rho, prefix, head, tensors
+        obs_shape, n_actions, borders, pool, pixels, centres, ramp,
+        bounded, first_bounded, factor, conv, fans, rho, prefix, head, tensors,
     )  # fmt: skip
 
 

@@ -20,6 +20,7 @@ from sortrl.verify.reading import Array, Doubles
 
 _DISTANCES_AT_ONCE = 1 << 23
 _LARGEST_RADIUS = 8.0  # of those that are sought behind a head
+_LARGEST_BEHIND_RAMPS = 1.0
 _SINGLE = (2.0**-24, 2.0**-123)
 """Of float32: the share that one rounding loses at most, and what is lost where numbers below 2^-126 are flushed to zero."""
 _DOUBLE = (2.0**-53, 2.0**-1019)
@@ -35,6 +36,8 @@ class Seen:
     """What the sort layers give: without a head, the scores."""
     sizes: list[Doubles]
     """The largest number (batch,) behind each stage."""
+    seen: Doubles
+    """The numbers (batch, n) that enter the ramps; without ramps, nothing."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +45,8 @@ class SortNetwork:
     """The evaluation network as its file describes it."""
 
     shape: SortDescription
+    centres: Doubles | None
+    """Of the ramps, if there are any."""
     bounded: list[tuple[Doubles, Doubles, int]]
     """Weights, biases and strides of the convolutions with bounded weights, which come before the factor."""
     factor: float | None
@@ -54,7 +59,10 @@ class SortNetwork:
 
     rows = 256
     """States at a time."""
-    bisections = 60
+
+    @property
+    def bisections(self) -> int:
+        return 60 if self.centres is None else 12  # boxes take their time
 
     @cached_property
     def stages(self) -> list[tuple[float, int]]:
@@ -62,6 +70,8 @@ class SortNetwork:
         found = [(1.0, self.shape.pool**2 + 1)] if self.shape.pool > 1 else []
         # A product, the sums of both signs of weights, the bias.
         found += [(_row_sum(weight) * (1.0 + 1e-12), weight[0].size + 3) for weight, _, _ in self.bounded]
+        # A difference; a quotient, or a product with the reciprocal.
+        found += [] if self.centres is None else [(1.0, 1), (1.0 / self.shape.ramp[0], 2)]
         found += [] if self.factor is None else [(self.factor, 1)]
         for mix in self.mixes:
             found += [(math.fsum(mix), 1 if len(mix) == 1 else len(mix) + 1), (1.0, 1)]
@@ -86,6 +96,12 @@ class SortNetwork:
             x = _pooled(x, self.shape.pool)
         if self.shape.pixels:
             x = x.reshape(len(x), -1)[:, list(self.shape.pixels)]
+        seen = x.reshape(len(x), -1) if self.centres is not None else np.empty((len(x), 0))
+        if self.centres is not None:
+            x = seen - self.centres
+            sizes.append(_largest(x))
+            x = self._clipped(x)
+            sizes.append(_largest(x))
         for weight, bias, stride in self.bounded:
             sizes.append(_row_sum(weight) * (1.0 + 1e-12) * _largest(x) + np.abs(bias).max())
             x = _bounded_layer(x, weight, bias, stride)
@@ -101,7 +117,12 @@ class SortNetwork:
                 y = _sort_layer(x, weight, mix)
             x = y - mean
             sizes += [_largest(y), _largest(x)]
-        return Seen(-x, sizes)
+        return Seen(-x, sizes, seen)
+
+    def _clipped(self, x: Doubles) -> Doubles:
+        """Ramps without their centres."""
+        width, limit = self.shape.ramp
+        return np.asarray(np.clip(x / width, -limit, limit))
 
     def scores(self, seen: Seen) -> Doubles:
         return intervals.scores(self.head, seen.features) if self.head else seen.features
@@ -109,7 +130,16 @@ class SortNetwork:
     def leads(self, seen: Seen, action: Array, radius: Doubles) -> Doubles:
         """How far ``action`` leads each other one at least (batch, actions), its own entry infinite, in the scores that the
         policy computes for any input within ``radius`` (batch,)."""
-        half, rows = self._reach(seen, radius)[:, None], np.arange(len(radius))
+        moved, error = self._reach(seen, radius)
+        half, rows = (moved + error)[:, None], np.arange(len(radius))
+        if self.centres is not None and not self.head:
+            low, high = self._box(seen, radius)
+            least, most = low - error[:, None], high + error[:, None]
+            lead = (
+                least[rows, action][:, None] - most - 2.0**-50 * (np.abs(least[rows, action][:, None]) + np.abs(most))
+            )
+            lead[rows, action] = np.inf
+            return np.where(np.isfinite(half), lead, -np.inf)
         if self.head:
             lead = intervals.leads(self.head, seen.features - half, seen.features + half, action)
             return np.where(np.isfinite(half), lead, -np.inf)
@@ -118,34 +148,54 @@ class SortNetwork:
         lead[rows, action] = np.inf
         return np.asarray(lead)
 
+    def _box(self, seen: Seen, radius: Doubles) -> tuple[Doubles, Doubles]:
+        """The least and the greatest score (batch, actions) that intervals allow within ``radius``. Ramps are nondecreasing, so the
+        corners of a box of inputs give the box of what they make of it."""
+        assert self.centres is not None
+        reach = radius[:, None]
+        lo = self._clipped(np.nextafter(seen.seen - reach, -np.inf) - self.centres)
+        hi = self._clipped(np.nextafter(seen.seen + reach, np.inf) - self.centres)
+        for weight, mix, mean in zip(self.weights, self.mixes, self.means, strict=True):
+            lo, hi = _sort_bounds(lo, hi, weight, mix)
+            lo, hi = lo - mean, hi - mean
+        return -hi, -lo
+
     def most(self, seen: Seen, action: Array) -> Doubles:
-        """No radius beyond this is sought: without a head, margin / (2 L)."""
+        """No radius beyond this is sought: without a head, margin / (2 L), or what policies seek behind ramps."""
         if self.head:
             return np.full(len(action), _LARGEST_RADIUS)
         rows, others = np.arange(len(action)), seen.features.copy()
         others[rows, action] = -np.inf
         margin = seen.features[rows, action] - others.max(1)
-        return np.asarray(np.maximum(margin, 0.0) / (2.0 * self._features_lipschitz))
+        plain = np.maximum(margin, 0.0) / (2.0 * self._features_lipschitz)
+        return np.asarray(plain if self.centres is None else np.maximum(plain, _LARGEST_BEHIND_RAMPS))
 
     def overflows(self, seen: Seen) -> Array:
         """Whether (batch,) numbers on the way are beyond float32."""
         return np.asarray(~(np.max(seen.sizes, axis=0) < intervals.LARGEST_SINGLE))
 
-    def _reach(self, seen: Seen, radius: Doubles) -> Doubles:
-        """How far (batch,) a feature that the policy computes within ``radius`` can be from the one computed here."""
+    def _reach(self, seen: Seen, radius: Doubles) -> tuple[Doubles, Doubles]:
+        """How far (batch,) an exact feature can move within ``radius``, and how far the one that the policy computes there and the
+        one that is computed here can be from exact ones, together."""
         single = double = largest = np.zeros(len(radius))
-        gain = 1.0
-        for (constant, roundings), size in zip(self.stages, seen.sizes, strict=True):
-            gain *= constant
+        moved = radius
+        for stage, ((constant, roundings), size) in enumerate(zip(self.stages, seen.sizes, strict=True)):
+            moved = constant * (1.0 + 1e-12) * moved
+            if stage == self._ramp_stage:
+                moved = np.minimum(moved, 2.0 * self.shape.ramp[1])
             relative, lost = _gamma(roundings, _DOUBLE[0]), roundings * _DOUBLE[1]
-            exact = (size + lost) / (1.0 - relative) + constant * double
+            exact = (size + lost) / (1.0 - relative) + constant * double + moved  # of boxes, too
             double = (1.0 + relative) * constant * double + relative * exact + lost
             relative, lost = _gamma(roundings, _SINGLE[0]), roundings * _SINGLE[1]
-            exact = size + double + gain * radius
+            exact = size + double + moved
             single = (1.0 + relative) * constant * single + relative * exact + lost
             largest = np.maximum(largest, exact)
-        reach = gain * (1.0 + 1e-12) * radius + (single + double) * _UP
-        return np.where(largest < _LARGEST_PROVEN, reach, np.inf)
+        return moved, np.where(largest < _LARGEST_PROVEN, (single + double) * _UP, np.inf)
+
+    @property
+    def _ramp_stage(self) -> int:
+        """Which stage clips, or -1."""
+        return -1 if self.centres is None else 1 + (self.shape.pool > 1)
 
 
 def sort_network(weights: dict[str, Array], shape: SortDescription) -> SortNetwork:
@@ -162,6 +212,7 @@ def sort_network(weights: dict[str, Array], shape: SortDescription) -> SortNetwo
     layers = range(len(shape.fans))
     return SortNetwork(
         shape=shape,
+        centres=None if shape.centres is None else double(inner + shape.centres),
         bounded=bounded,
         factor=None if shape.factor is None else float(weights[inner + shape.factor]),
         weights=[double(f"{inner}layers.{i}.weight") for i in layers],
@@ -190,15 +241,30 @@ def _sort_layer(x: Doubles, weight: Doubles, mix: Doubles) -> Doubles:
     """y[b, k] = sum_j mix[j] * (j-th largest of |x[b] - weight[k]|), a few rows at a time."""
     y = np.empty((len(x), len(weight)))
     rows = max(1, _DISTANCES_AT_ONCE // weight.size)
-    cut = weight.shape[1] - len(mix)
     for begin in range(0, len(x), rows):
-        distance = np.abs(x[begin : begin + rows, None, :] - weight[None])
-        if len(mix) == 1:
-            y[begin : begin + rows] = distance.max(2)
-            continue
-        largest = np.partition(distance, cut, axis=2)[..., cut:] if cut else distance
-        y[begin : begin + rows] = np.sort(largest, axis=2)[..., ::-1] @ mix
+        y[begin : begin + rows] = _mixed(np.abs(x[begin : begin + rows, None, :] - weight[None]), mix)
     return y
+
+
+def _sort_bounds(lo: Doubles, hi: Doubles, weight: Doubles, mix: Doubles) -> tuple[Doubles, Doubles]:
+    """The layer is nondecreasing in every distance: with the least and the greatest of each on the box [lo, hi]."""
+    low, high = np.empty((len(lo), len(weight))), np.empty((len(lo), len(weight)))
+    rows = max(1, _DISTANCES_AT_ONCE // weight.size)
+    for begin in range(0, len(lo), rows):
+        part = slice(begin, begin + rows)
+        below, above = lo[part, None, :] - weight[None], hi[part, None, :] - weight[None]
+        low[part] = _mixed(np.maximum(np.maximum(below, -above), 0.0), mix)
+        high[part] = _mixed(np.maximum(-below, above), mix)
+    return low, high
+
+
+def _mixed(distances: Doubles, mix: Doubles) -> Doubles:
+    """sum_j mix[j] * (j-th largest along the last axis)."""
+    if len(mix) == 1:
+        return np.asarray(distances.max(2))
+    cut = distances.shape[2] - len(mix)
+    largest = np.partition(distances, cut, axis=2)[..., cut:] if cut else distances
+    return np.asarray(np.sort(largest, axis=2)[..., ::-1] @ mix)
 
 
 def _bounded_layer(x: Doubles, weight: Doubles, bias: Doubles, stride: int) -> Doubles:

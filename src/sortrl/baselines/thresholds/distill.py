@@ -24,10 +24,9 @@ from sortrl.core.normalizer import Normalizer
 from sortrl.core.progress import Progress
 from sortrl.core.records import Demonstrations
 from sortrl.distill.loop import Distilled, held_out_metrics
+from sortrl.distill.ramps import BYTES, gap_centres
 from sortrl.nets.thresholds import UNUSED, RoundedConfig, RoundedPolicy
 from sortrl.teachers.train_pqn import value_loss
-
-BYTES = 256  # values that a pixel can take
 
 
 @dataclass(frozen=True)
@@ -84,12 +83,8 @@ def gap_thresholds(obs: npt.NDArray[Any], gap: float, levels: int, rare: float =
     flat, least = obs.reshape(len(obs), -1), max(1.0, rare * len(obs))
     thresholds = np.full((levels, flat.shape[1]), np.inf)
     for place in range(flat.shape[1]):
-        counts = np.bincount(flat[:, place], minlength=BYTES)
-        values = np.flatnonzero(counts >= least)
-        wide = np.flatnonzero(np.diff(values) >= 2 * gap)
-        below = np.cumsum(counts)[values[wide]]
-        best = wide[np.argsort(-np.minimum(below, len(obs) - below), kind="stable")][:levels]
-        thresholds[: len(best), place] = (values[best] + values[best + 1]) / 2
+        middles = gap_centres(np.bincount(flat[:, place], minlength=BYTES), gap, levels, least)
+        thresholds[: len(middles), place] = middles
     return thresholds.reshape(levels, *obs.shape[1:])
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from sortrl import ops
-from sortrl.distill.loop import PRESETS, DistillConfig, imitation_loss, margins, robust_loss
+from sortrl.distill import PRESETS, DistillConfig, imitation_loss, margins, robust_loss
 from sortrl.experiments.bench.operators import Case
 from sortrl.experiments.bench.rivals import CdistPolicy
 from sortrl.experiments.bench.timing import Contender, disagreements, take_turns

@@ -22,7 +22,8 @@ from sortrl.core.files import read_json, read_object
 from sortrl.core.normalizer import Normalizer
 from sortrl.core.records import stored_rows
 from sortrl.data.dataset import load_demonstrations
-from sortrl.distill.loop import DistillConfig, _initial_policy, _optimizer
+from sortrl.distill import DistillConfig
+from sortrl.distill.loop import _initial_policy, _optimizer
 from sortrl.evaluate.suite import _File
 from sortrl.experiments.reliability import mutations
 from sortrl.experiments.reliability.tiny import ENV, TEACHER, tiny_run

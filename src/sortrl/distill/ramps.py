@@ -1,0 +1,168 @@
+"""What a student of images sees of them: pixels that vary, each through ramps whose constants are found in the data.
+
+Fresh weights of sort layers are N(0, 1): on pixels between 0 and 1 every unit would measure its own weights, and nothing is
+learned. So what enters has a spread of about 1. A screen shows few colours, and between the values that a pixel takes there are
+gaps: a ramp across a gap tells its two sides apart, and saturates beyond. Where pixels take all values, as in photographs and
+textures, there are none, and ramps are wide: pixels less their mean, divided by the spread, and clipped.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from sortrl.core.errors import SortRLError
+from sortrl.core.normalizer import Normalizer
+from sortrl.core.records import Demonstrations
+from sortrl.nets import Centre, SortPolicy
+
+BYTES = 256  # values that a pixel can take
+STATES = 16_384  # that constants are found in
+RARE = 2e-5  # values that a pixel takes in a smaller share of the states do not count
+GAPS = (32.0, 20.0, 15.0, 10.5, 7.5, 5.0)  # halves of gaps, in bytes, widest first
+EXPLAINED = 2 / 3  # share of the variance of pixels that ramps across gaps have to explain,
+TOLD = 0.5  # and what they tell from the background, at least, of what those across the narrowest gaps tell
+LEVELS = 2  # ramps per pixel, at most
+CLIPPED = 1.5  # standard deviations at which pixels are clipped, where there are no gaps
+VARYING = 0.02  # of the largest deviation: pixels that vary less are left out there
+
+
+@dataclass(frozen=True)
+class Ramps:
+    """Places in flattened images, each with the centre of its ramp in unit space, and the shape of all ramps."""
+
+    pixels: npt.NDArray[np.int64]
+    centres: npt.NDArray[np.float64]
+    width: float
+    limit: float
+
+    def shape(self) -> dict[str, Any]:
+        """Arguments of a policy that sees whole images."""
+        return {"pixels": tuple(self.pixels.tolist()), "ramp_width": self.width, "ramp_limit": self.limit}
+
+    def seen(self, demonstrations: Demonstrations, normalizer: Normalizer) -> tuple[Demonstrations, Normalizer, Ramps]:
+        """The data without the pixels that nobody sees, which makes training twice as fast; normaliser and ramps that fit them."""
+        used, places = np.unique(self.pixels, return_inverse=True)
+        mean, scale = (part.flatten().numpy()[used] for part in (normalizer.mean, normalizer.scale))
+        flat = demonstrations.obs.reshape(len(demonstrations), -1)
+        columns = np.empty((len(flat), len(used)), flat.dtype)
+        for begin in range(0, len(flat), 4096):
+            columns[begin : begin + 4096] = flat[begin : begin + 4096][:, used]
+        narrow = replace(self, pixels=places.astype(np.int64))
+        return replace(demonstrations, obs=columns, transitions=None), Normalizer(mean, scale, normalizer.clip), narrow
+
+    def widened(self, narrow: SortPolicy, normalizer: Normalizer) -> SortPolicy:
+        """The policy of whole images that sees of them what ``narrow`` was trained on."""
+        shape = {name: getattr(narrow.config, name) for name in ("width", "depth", "rho", "mask_chunk")}
+        policy = SortPolicy(normalizer.obs_shape, narrow.n_actions, **shape, **self.shape(), normalizer=normalizer)
+        own = {f"normalizer.{name}": value for name, value in normalizer.state_dict().items()}
+        policy.load_state_dict({**narrow.state_dict(), **own})
+        return policy.eval().requires_grad_(False)
+
+    def put_into(self, policy: SortPolicy) -> None:
+        """Give the policy these centres."""
+        (centre,) = (part for part in policy.front if isinstance(part, Centre))
+        centre.centres.copy_(torch.from_numpy(self.centres))
+
+
+def found_ramps(obs: npt.NDArray[Any], normalizer: Normalizer) -> Ramps:
+    """The ramps for images of bytes (states, ...): across the widest gaps that tell what there is to see, or else wide ones.
+
+    >>> images = np.array([[0, 7], [0, 7], [200, 7], [200, 7]], np.uint8)
+    >>> ramps = found_ramps(images, Normalizer.from_pixels((2,)))
+    >>> ramps.pixels.tolist(), (ramps.centres * 255).tolist(), ramps.width * 255
+    ([0], [100.0], 64.0)
+    """
+    if obs.dtype != np.uint8 or not len(obs):
+        raise SortRLError(f"Ramps: {len(obs)} observations of {obs.dtype}, expected images of bytes (uint8).")
+    mean, scale = (part.flatten().numpy() for part in (normalizer.mean, normalizer.scale))
+    if scale.min() != scale.max():
+        raise SortRLError(
+            f"Ramps: pixels are divided by {scale.min():g} to {scale.max():g}, expected one scale for all of them."
+        )
+    counts = _counts(obs)
+    total = _deviations(counts)
+    if not total.any():
+        raise SortRLError(f"Ramps: {len(obs)} observations that are all the same; collect others.")
+    narrowest = _across_gaps(counts, GAPS[-1]).told
+    for gap in GAPS:
+        found = _across_gaps(counts, gap)
+        if found.explained >= EXPLAINED and found.told > TOLD * narrowest:
+            # As wide as the narrowest gap: beyond wider ones nothing moves until what they have more is used up.
+            centres = (found.centres - mean[found.pixels]) / scale[found.pixels]
+            return Ramps(found.pixels, centres, 2.0 * gap / float(scale[0]), 1.0)
+    spread = np.sqrt(total / counts.sum(1))
+    pixels = np.flatnonzero(spread > VARYING * spread.max())
+    centres = (counts[pixels] @ np.arange(BYTES)) / counts[pixels].sum(1)
+    width = float(np.sqrt((spread[pixels] ** 2).mean())) / float(scale[0])
+    return Ramps(pixels, (centres - mean[pixels]) / scale[pixels], width, CLIPPED)
+
+
+def gap_centres(counts: npt.NDArray[np.int64], gap: float, levels: int, least: float) -> npt.NDArray[np.float64]:
+    """Of a pixel with ``counts[v]`` states of value v: the middles between neighbouring values at least ``2 * gap`` apart.
+
+    Values with fewer than ``least`` states do not count. Of more than ``levels`` middles, those that split the states most
+    evenly are taken.
+    """
+    values = np.flatnonzero(counts >= least)
+    wide = np.flatnonzero(np.diff(values) >= 2 * gap)
+    below = np.cumsum(counts)[values[wide]]
+    best = wide[np.argsort(-np.minimum(below, counts.sum() - below), kind="stable")][:levels]
+    middles: npt.NDArray[np.float64] = (values[best] + values[best + 1]) / 2
+    return middles
+
+
+def _counts(obs: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
+    """How often (pixels, 256) each pixel takes each value, in states spread over the data."""
+    flat = obs[:: -(-len(obs) // STATES)].reshape(-1, int(np.prod(obs.shape[1:])))
+    counts = np.empty((flat.shape[1], BYTES), np.int64)
+    for begin in range(0, flat.shape[1], 512):
+        columns = flat[:, begin : begin + 512].astype(np.int64)
+        columns += BYTES * np.arange(columns.shape[1])
+        counts[begin : begin + 512] = np.bincount(columns.ravel(), minlength=BYTES * columns.shape[1]).reshape(
+            -1, BYTES
+        )
+    return counts
+
+
+def _deviations(counts: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+    """Sums (pixels,) of squared deviations from the mean."""
+    values = np.arange(BYTES, dtype=np.float64)
+    n = np.maximum(counts.sum(-1), 1)
+    found: npt.NDArray[np.float64] = np.maximum(counts @ values**2 - (counts @ values) ** 2 / n, 0.0)
+    return found
+
+
+class _Found(NamedTuple):
+    """Ramps across gaps, in bytes, and what they show."""
+
+    pixels: npt.NDArray[np.int64]
+    centres: npt.NDArray[np.float64]
+    explained: float
+    """Share of the variance of all pixels that is between the cells into which centres cut their values."""
+    told: float
+    """Of all pixels that do not show their most frequent value, the share that are in another cell than it: faint things count
+    as much as bright ones."""
+
+
+def _across_gaps(counts: npt.NDArray[np.int64], gap: float) -> _Found:
+    pixels: list[int] = []
+    centres: list[float] = []
+    left, untold, other = 0.0, 0, int(counts.sum() - counts.max(1).sum())
+    least = max(1.0, RARE * float(counts[0].sum()))
+    for pixel in np.flatnonzero((counts > 0).sum(1) > 1).tolist():
+        middles = np.sort(gap_centres(counts[pixel], gap, LEVELS, least))
+        cells = np.zeros((len(middles) + 1, BYTES), np.int64)
+        cell_of = np.searchsorted(middles, np.arange(BYTES))
+        cells[cell_of, np.arange(BYTES)] = counts[pixel]
+        left += float(_deviations(cells).sum())
+        most = int(counts[pixel].argmax())
+        untold += int(cells[cell_of[most]].sum() - counts[pixel, most])
+        pixels += [pixel] * len(middles)
+        centres += middles.tolist()
+    explained, told = 1.0 - left / float(_deviations(counts).sum()), 1.0 - untold / other
+    return _Found(np.array(pixels, np.int64), np.array(centres, np.float64), explained, told)

@@ -1,0 +1,154 @@
+"""What is measured of a run's policy and its teacher: returns, attacks of other kinds, certificates; and results.json."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, TypedDict
+
+from typing_extensions import NotRequired
+
+from sortrl import attacks
+from sortrl.certify import certificate_summary
+from sortrl.certify.shares import CertificateSummary
+from sortrl.core.files import read_json, read_object, write_json
+from sortrl.core.identity import plain
+from sortrl.core.records import EvalRow, Policy, stored_rows
+from sortrl.envs import describe
+from sortrl.evaluate import provenance
+from sortrl.evaluate.returns import evaluate_curve
+from sortrl.evaluate.suite import evaluate_suite
+from sortrl.nets import CertifiedPolicy
+from sortrl.runs.stages import TEST_SEED_OFFSET, Run
+from sortrl.teachers import Teacher
+
+SLOTS, IMAGE_SLOTS = 128, 64  # environments side by side
+
+
+class RunResults(TypedDict):
+    """results.json of a run; :mod:`sortrl.report.model` validates what it reads of it."""
+
+    schema: int
+    kind: str
+    sortrl: str
+    command: str
+    seed: int
+    started: str | None
+    stage_seconds: dict[str, float]
+    versions: dict[str, str]
+    machine: dict[str, Any]
+    env: dict[str, Any]
+    teacher: dict[str, Any]
+    config: dict[str, Any]
+    data: dict[str, Any] | None
+    policy: dict[str, Any]
+    student: dict[str, str]
+    training: list[dict[str, Any]] | None
+    evaluation: list[EvalRow]
+    certificate: CertificateSummary
+    memory: NotRequired[dict[str, Any]]
+    """Of a nearest-neighbour student: how it was made small."""
+
+
+def evaluation(run: Run, policies: dict[str, Policy]) -> list[EvalRow]:
+    """Returns of each policy along ``eps_grid``, kept curve by curve; the clean student also gives the certificate."""
+    path = run.directory / "evaluation.json"
+    attack = attacks.by_name(run.config.attack)
+    rows = [
+        row
+        for row in (stored_rows(read_json(path), path) if path.exists() else [])
+        if row.get("episodes") == run.config.episodes  # others are measured again
+        and row["eps"] in run.config.eps_grid
+        and row["attack"] == (attack.name if row["eps"] > 0 else "none")
+    ]
+    done = {(row["policy"], row["eps"]) for row in rows}
+    slots = SLOTS if len(describe(run.env_id).obs_shape) == 1 else IMAGE_SLOTS
+    for name, policy in policies.items():
+        # A black box has no gradient to follow.
+        grid = (0.0,) if getattr(policy, "algorithm", None) == "callable" else run.config.eps_grid
+        grid = tuple(eps for eps in grid if (name, eps) not in done)
+        if not grid:
+            continue
+        with run.stage("evaluate", f"Evaluating the {name} at eps {', '.join(f'{eps:g}' for eps in grid)}") as p:
+            curve = evaluate_curve(
+                policy,
+                run.env_id,
+                attack,
+                grid,
+                run.config.episodes,
+                run.seed + TEST_SEED_OFFSET,
+                slots=slots,
+                name=name,
+                progress=p,
+            )
+        clean = next((result for result in curve if result.eps_unit == 0), None)
+        if clean is not None and clean.radii is not None:
+            write_json(run.directory / "certificate.json", certificate_summary(clean, run.config.eps))
+        rows += [result.to_json() for result in curve]
+        rows.sort(key=lambda row: ([*policies].index(row["policy"]), row["eps"]))
+        write_json(path, rows)
+    return rows
+
+
+def strongest(run: Run, policy: CertifiedPolicy, teacher: Teacher) -> list[EvalRow]:
+    """Returns of both at the eps that was trained for, under attacks of other kinds: one that fails proves nothing."""
+    if not run.config.suite or run.config.eps == 0:
+        return []
+    with run.timed("attack"):
+        result = evaluate_suite(
+            policy,
+            teacher,
+            run.env_id,
+            run.config.suite,
+            (run.config.eps,),
+            run.config.suite_episodes,
+            run.seed + TEST_SEED_OFFSET,
+            path=run.directory / "suite.json",
+            adversary_steps=run.config.adversary_steps,
+            quiet=run.quiet,
+            again=True,
+        )
+    return [row for row in result.rows if row["eps"] > 0]
+
+
+def results(run: Run, policy: CertifiedPolicy, teacher: Teacher, source: str, command: str) -> RunResults:
+    """Evaluate what is not evaluated yet and write results.json, from which alone the report is made."""
+    rows = evaluation(run, {"teacher": teacher, "student": policy}) + strongest(run, policy, teacher)
+    info, training = describe(run.env_id), read_object(run.directory / "training.json")
+    units = info.raw_units(policy.normalizer.scale.numpy())
+    document: RunResults = {
+        "schema": 1,
+        "kind": "robustify",
+        "sortrl": provenance.sortrl_version(),
+        "command": command,
+        "seed": run.seed,
+        "started": run.claim.document.get("started"),
+        "stage_seconds": run.claim.seconds,
+        "versions": provenance.versions(),
+        "machine": provenance.machine(),
+        "env": {
+            "id": run.env_id,
+            "obs_shape": list(info.obs_shape),
+            "obs_names": [name for name, _ in units],
+            "unit_to_raw": [scale for _, scale in units],
+            "n_actions": info.n_actions,
+            "max_steps": info.max_steps,
+        },
+        "teacher": {"name": teacher.name, "algorithm": teacher.algorithm, "source": source},
+        "config": plain(run.config),
+        "data": training.get("data"),
+        "policy": {
+            "kind": policy.kind,
+            "parameters": policy.parameter_count,
+            "lipschitz": policy.lipschitz if math.isfinite(policy.lipschitz) else None,
+            **plain(policy.describe()),
+            # How many: which ones is in the policy's file.
+            **({"pixels": len(policy.config.pixels)} if hasattr(policy.config, "pixels") else {}),
+        },
+        "student": policy.explain(),
+        "training": training.get("history"),
+        "evaluation": rows,
+        "certificate": read_json(run.directory / "certificate.json"),
+    }
+    document |= run.config.student.describe(run.directory)  # type: ignore[typeddict-item]
+    write_json(run.directory / "results.json", document)
+    return document

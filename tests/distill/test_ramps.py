@@ -1,0 +1,114 @@
+"""Ramps are put where the data leave room, whatever the game; the policy that is made of them sees what was trained on."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from sortrl.core.errors import SortRLError
+from sortrl.core.normalizer import Normalizer
+from sortrl.core.records import Demonstrations
+from sortrl.distill import DistillConfig, distill
+from sortrl.distill.loop import temperature
+from sortrl.distill.ramps import GAPS, found_ramps
+from sortrl.nets import Centre, Ramp
+
+SHAPE = (1, 6, 6)
+PIXELS = Normalizer.from_pixels(SHAPE)
+CONFIG = DistillConfig(
+    eps=10 / 255, steps=400, batch=128, width=48, depth=3, rho=0.0, learning_rate=0.08, scalar_learning_rate=0.002,
+    mu_start=2.0, lambda_end=1.0, warm_share=0.5, final_share=0.1, p_end=64.0, ramps=True, soft_targets=0.5,
+    soft_temperature=None,
+)  # fmt: skip
+
+
+def screen(states: int, seed: int = 0, colours: tuple[int, ...] = (40, 90, 200)) -> Demonstrations:
+    """A dot of one of two colours on a background; the answer is the half that it is in. The last row never changes."""
+    rng = np.random.default_rng(seed)
+    obs = np.full((states, *SHAPE), colours[0], np.uint8)
+    row, column = rng.integers(0, 5, states), rng.integers(0, 6, states)
+    obs[np.arange(states), 0, row, column] = rng.choice(colours[1:], states, p=(0.6, 0.4))
+    actions = (column >= 3).astype(np.int64)
+    logits = np.stack([1.0 - actions, actions], 1).astype(np.float32)
+    return Demonstrations("Any-v0", obs, actions, logits, np.arange(states) // 50)
+
+
+def test_ramps_stand_in_the_middle_of_the_widest_gaps_that_tell_enough():
+    ramps = found_ramps(screen(2000).obs, PIXELS)
+    assert len(ramps.pixels) == 60, "two for each pixel that varies, none for the others"
+    assert set(ramps.pixels.tolist()) == set(range(30))
+    assert set(np.round(ramps.centres * 255, 6).tolist()) == {65.0, 145.0}
+    assert (ramps.width * 255, ramps.limit) == (pytest.approx(40.0), 1.0), "gaps of 50 and 110: half of 50 is above 20"
+    near = found_ramps(screen(2000, colours=(100, 112, 124)).obs, PIXELS)
+    assert near.width * 255 == pytest.approx(10.0)
+    assert near.width < 2 * min(GAPS) / 255 + 1e-9
+
+
+def test_pixels_without_gaps_are_standardised():
+    rng = np.random.default_rng(0)
+    obs = np.clip(rng.normal(120, 25, (4000, *SHAPE)), 0, 255).astype(np.uint8)
+    obs[:, 0, 0, 0] = 7
+    ramps = found_ramps(obs, PIXELS)
+    assert ramps.pixels.tolist() == list(range(1, 36))
+    np.testing.assert_allclose(ramps.centres * 255, 120, atol=2)
+    assert ramps.width * 255 == pytest.approx(25, abs=1)
+    assert ramps.limit == 1.5
+
+
+def test_what_cannot_be_seen_is_refused():
+    with pytest.raises(SortRLError, match="all the same"):
+        found_ramps(np.full((10, *SHAPE), 9, np.uint8), PIXELS)
+    with pytest.raises(SortRLError, match="uint8"):
+        found_ramps(np.zeros((10, *SHAPE)), PIXELS)
+    with pytest.raises(SortRLError, match="one scale"):
+        found_ramps(screen(10).obs, Normalizer(np.zeros(SHAPE), 1.0 + np.arange(36).reshape(SHAPE)))
+    for other in ({"scale": 2.0}, {"pool": 2}, {"head": ()}, {"bounded_conv": ((4, 3, 1),)}):
+        with pytest.raises(SortRLError, match="ramps are a front end of their own"):
+            replace(CONFIG, **other)
+
+
+def test_a_student_learns_through_ramps_and_certifies_the_gap():
+    made = distill(screen(3000), PIXELS, CONFIG, held_out=screen(500, seed=1))
+    assert made.held_out["agreement"] > 0.97
+    assert made.held_out["certified"] > 0.9
+    assert made.policy.obs_shape == SHAPE, "it was trained on the pixels that vary, and plays with whole images"
+    assert {type(part) for part in made.policy.front} >= {Centre, Ramp}
+    unseen = screen(200, seed=2).obs.copy()
+    before = made.policy.certify(unseen)
+    unseen[:, 0, 5] = 255  # a row that never varied
+    after = made.policy.certify(unseen)
+    assert (before.action == after.action).all()
+    assert (before.radius == after.radius).all()
+
+
+def test_the_same_seed_gives_the_same_student_and_a_resume_changes_nothing(tmp_path):
+    short = replace(CONFIG, steps=40, batch=32, width=16)
+    data, unit = screen(500), PIXELS(screen(50, seed=3).obs)
+    once = distill(data, PIXELS, short, seed=4).policy
+
+    class Stop(Exception):
+        pass
+
+    def stop(row):
+        if row["step"] == 30:
+            raise Stop
+
+    with pytest.raises(Stop):
+        distill(data, PIXELS, short, seed=4, out_dir=tmp_path, progress=stop)
+    again = distill(data, PIXELS, short, seed=4, out_dir=tmp_path).policy
+    assert torch.equal(once.scores(unit), again.scores(unit))
+    other = distill(data, PIXELS, short, seed=5).policy
+    assert not torch.equal(once.scores(unit), other.scores(unit))
+
+
+def test_exponents_and_temperature_of_the_recipe():
+    exponents = [CONFIG.p_at(step) for step in range(400)]
+    assert exponents[:201] == [8.0] * 201
+    assert max(p for p in exponents if p < math.inf) == 64.0
+    assert exponents[360:] == [math.inf] * 40
+    assert temperature(torch.tensor([[3.0, 0.0, -9.0], [0.0, 6.0, 5.0], [1.0, 1.0, 0.0]])) == pytest.approx(1 / 3)
+    assert temperature(torch.zeros(4, 2)) == 1.0
