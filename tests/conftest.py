@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from sortrl.nets import SortPolicy
 
 # Two OpenMP runtimes spinning on few cores slow every test down; sleeping waits cost nothing here.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -32,3 +36,18 @@ def procgen() -> None:
         make_env("sortrl/Jumper-train-v0").close()
     except MissingDependency as error:
         pytest.skip(str(error))
+
+
+@pytest.fixture(scope="session")
+def student() -> SortPolicy:
+    """A small certified policy for CartPole-v1, distilled from :func:`helpers.balancer`; tests leave it as it is."""
+    from helpers import balancer
+    from sortrl.data.collect import CollectConfig, collect
+    from sortrl.distill import DistillConfig, distill
+    from sortrl.nets import SortPolicy
+
+    data = collect(balancer(), "CartPole-v1", CollectConfig(states=4000), seed=0)
+    config = DistillConfig(eps=0.05, steps=300, batch=256, width=48, depth=3, lambda_end=0.1)
+    policy = distill(data, balancer().normalizer, config).policy
+    assert isinstance(policy, SortPolicy)
+    return policy

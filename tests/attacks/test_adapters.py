@@ -12,16 +12,8 @@ from torch import nn
 from helpers import balancer
 from sortrl import attacks
 from sortrl.data.collect import CollectConfig, collect
-from sortrl.distill import DistillConfig, distill
 
 STEPS, EPS = 10, 0.3
-
-
-@pytest.fixture(scope="module")
-def student():
-    data = collect(balancer(), "CartPole-v1", CollectConfig(states=4000), seed=0)
-    config = DistillConfig(eps=0.05, steps=200, batch=256, width=48, depth=3, lambda_end=0.1)
-    return distill(data, balancer().normalizer, config).policy
 
 
 @pytest.fixture(scope="module")

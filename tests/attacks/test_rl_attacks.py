@@ -16,7 +16,6 @@ from sortrl.attacks.values import action_values
 from sortrl.core.errors import SortRLError
 from sortrl.core.normalizer import Normalizer
 from sortrl.data.collect import CollectConfig, collect
-from sortrl.distill import DistillConfig, distill
 from sortrl.envs import describe
 from sortrl.evaluate.returns import evaluate
 from sortrl.teachers import Teacher, load_teacher
@@ -38,13 +37,6 @@ class Linear(nn.Module):
 
 def linear(algorithm: str = "module") -> Teacher:
     return Teacher(Linear(), Normalizer.identity((2,)), 3, "linear", algorithm)
-
-
-@pytest.fixture(scope="module")
-def student():
-    data = collect(balancer(), ENV, CollectConfig(states=4000), seed=0)
-    config = DistillConfig(eps=0.05, steps=300, batch=256, width=48, depth=3, lambda_end=0.1)
-    return distill(data, balancer().normalizer, config).policy
 
 
 @pytest.fixture(scope="module")

@@ -6,12 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from helpers import balancer
 from sortrl import attacks
 from sortrl.certify.returns import certified_return
 from sortrl.core.errors import SortRLError
-from sortrl.data.collect import CollectConfig, collect
-from sortrl.distill import DistillConfig, distill
 from sortrl.envs import Simulator
 from sortrl.evaluate.returns import episode_seeds, evaluate
 from sortrl.nets import SortPolicy
@@ -19,13 +16,6 @@ from sortrl.nets import SortPolicy
 ENV = "CartPole-v1"
 SEED = 2
 EPISODES = 4
-
-
-@pytest.fixture(scope="module")
-def student():
-    data = collect(balancer(), ENV, CollectConfig(states=3000), seed=0)
-    config = DistillConfig(eps=0.05, steps=200, batch=256, width=32, depth=3, lambda_end=0.1)
-    return distill(data, balancer().normalizer, config).policy
 
 
 @pytest.fixture(scope="module")

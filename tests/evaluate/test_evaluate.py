@@ -12,20 +12,12 @@ from sortrl import attacks
 from sortrl.certify import certificate_summary, certified_shares, fully_certified_episodes, proven_mean
 from sortrl.core.errors import SortRLError
 from sortrl.data.collect import CollectConfig, collect
-from sortrl.distill import DistillConfig, distill
 from sortrl.envs import describe
 from sortrl.evaluate.returns import episode_seeds, evaluate, evaluate_curve, valid_range
 from sortrl.nets import SortPolicy
 from sortrl.teachers import load_teacher
 
 ENV = "CartPole-v1"
-
-
-@pytest.fixture(scope="module")
-def student():
-    data = collect(balancer(), ENV, CollectConfig(states=4000), seed=0)
-    config = DistillConfig(eps=0.05, steps=300, batch=256, width=48, depth=3, lambda_end=0.1)
-    return distill(data, balancer().normalizer, config).policy
 
 
 @pytest.fixture(scope="module")

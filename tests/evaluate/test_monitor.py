@@ -13,19 +13,11 @@ from sortrl.core.errors import SortRLError
 from sortrl.core.normalizer import Normalizer
 from sortrl.core.records import Decision
 from sortrl.data.collect import CollectConfig, collect
-from sortrl.distill import DistillConfig, distill
 from sortrl.evaluate.monitor import Monitor
 from sortrl.nets import SortPolicy
 
 ENV = "CartPole-v1"
 EPS = 0.05
-
-
-@pytest.fixture(scope="module")
-def student():
-    data = collect(balancer(), ENV, CollectConfig(states=3000), seed=0)
-    config = DistillConfig(eps=EPS, steps=200, batch=256, width=32, depth=3, lambda_end=0.1)
-    return distill(data, balancer().normalizer, config).policy
 
 
 @pytest.fixture(scope="module")

@@ -14,8 +14,6 @@ from sortrl import attacks, cli
 from sortrl.attacks import sanity as checks
 from sortrl.core.errors import SortRLError
 from sortrl.core.records import PROTOCOL
-from sortrl.data.collect import CollectConfig, collect
-from sortrl.distill import DistillConfig, distill
 from sortrl.evaluate import suite
 from sortrl.teachers import Teacher, load_teacher
 
@@ -31,13 +29,6 @@ class Rounded(nn.Module):
 
     def forward(self, unit):
         return torch.round(self.body(unit) / self.step) * self.step
-
-
-@pytest.fixture(scope="module")
-def student():
-    data = collect(balancer(), ENV, CollectConfig(states=4000), seed=0)
-    config = DistillConfig(eps=0.05, steps=300, batch=256, width=48, depth=3, lambda_end=0.1)
-    return distill(data, balancer().normalizer, config).policy
 
 
 @pytest.fixture(scope="module")

@@ -13,15 +13,12 @@ import pytest
 import torch
 from gymnasium.envs.classic_control import CartPoleEnv
 from PIL import Image
-from test_report import make_results
 
-from helpers import balancer
+from helpers import balancer, make_results
 from sortrl import attacks, cli
 from sortrl.certify.returns import CertifiedReturn
 from sortrl.core.errors import SortRLError
 from sortrl.core.files import write_json
-from sortrl.data.collect import CollectConfig, collect
-from sortrl.distill import DistillConfig, distill
 from sortrl.envs import Simulator
 from sortrl.evaluate.returns import episode_seeds, evaluate
 from sortrl.evaluate.watch import Episode, least_certain, pictures, play
@@ -35,13 +32,6 @@ EPS = 0.1
 @pytest.fixture(scope="module", autouse=True)
 def off_screen():
     os.environ.setdefault("SDL_VIDEODRIVER", "dummy")
-
-
-@pytest.fixture(scope="module")
-def student():
-    data = collect(balancer(), ENV, CollectConfig(states=3000), seed=0)
-    config = DistillConfig(eps=0.05, steps=200, batch=256, width=32, depth=3, lambda_end=0.1)
-    return distill(data, balancer().normalizer, config).policy
 
 
 @pytest.fixture(scope="module")

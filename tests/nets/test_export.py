@@ -11,7 +11,6 @@ from sortrl import cli
 from sortrl.core.files import write_json
 from sortrl.core.normalizer import Normalizer
 from sortrl.data.collect import CollectConfig, collect
-from sortrl.distill import DistillConfig, distill
 from sortrl.nets import Centre, SortPolicy
 from sortrl.nets.float_bounds import rounding_error, stages, traced_scores
 
@@ -19,13 +18,6 @@ onnx = pytest.importorskip("onnx", reason="writing ONNX needs the extra sortrl[o
 onnxruntime = pytest.importorskip("onnxruntime", reason="running ONNX needs the extra sortrl[onnx]")
 
 ENV = "CartPole-v1"
-
-
-@pytest.fixture(scope="module")
-def student():
-    data = collect(balancer(), ENV, CollectConfig(states=3000), seed=0)
-    config = DistillConfig(eps=0.05, steps=200, batch=256, width=24, depth=3, lambda_end=0.1)
-    return distill(data, balancer().normalizer, config).policy
 
 
 def _pixels(**layers):

@@ -13,111 +13,13 @@ import numpy as np
 import pytest
 from matplotlib.image import imread
 
+from helpers import make_results
 from sortrl.core.errors import SortRLError
-from sortrl.core.records import EvalResult
 from sortrl.nets import HybridPolicy, RoundedPolicy, SortPolicy
 from sortrl.report import markdown, render, summary_lines
 from sortrl.report.charts import KEYS, charts
 from sortrl.report.model import read_run
 from sortrl.report.page import html_page
-
-EPS = 0.1
-
-
-def _row(policy, attack, eps, returns, radii=None, changed=0.0):
-    """A row as evaluate writes it."""
-    returns, steps = np.asarray(returns, dtype=float), np.full(len(returns), 100)
-    return EvalResult(
-        env_id="CartPole-v1",
-        policy=policy,
-        attack=attack,
-        eps_unit=eps,
-        seeds=tuple(range(len(returns))),
-        returns=returns,
-        lengths=steps,
-        changed_share=changed,
-        radii=None if radii is None else np.resize(radii, steps.sum()),
-        queries=1000,
-        gradients=1000,
-        seconds=1.5,
-    ).to_json()
-
-
-def make_results(attacks=("PGD-10",)):
-    rng = np.random.default_rng(0)
-    radii = np.clip(rng.gamma(4.0, 0.06, 4000), 0.0, 0.6)
-    levels = [round(0.02 * index, 2) for index in range(16)]
-    rows = [
-        _row("teacher", "none", 0.0, [500.0] * 20),
-        _row("student", "none", 0.0, 500 - rng.integers(0, 9, 20), radii),
-    ]
-    for index, attack in enumerate(attacks):
-        for eps in (0.05, 0.1, 0.15, 0.2):
-            fallen = 500 / (1 + (eps / 0.09) ** (3 - index)) * rng.uniform(0.6, 1.2, 20)
-            rows.append(_row("teacher", attack, eps, np.minimum(500, fallen), changed=0.31))
-            rows.append(_row("student", attack, eps, 500 - rng.integers(0, 10 + int(900 * eps**2), 20), radii, 0.0123))
-    training = []
-    for step in range(8, 1501, 8):
-        done = step / 1500
-        training.append(
-            {
-                "step": step,
-                "loss": 0.7 - 0.5 * done,
-                "cross_entropy": 0.7 - 0.5 * done,
-                "agreement": float(np.clip(0.97 - 0.4 * math.exp(-9 * done) + rng.normal(0, 0.008), 0, 1)),
-                "certified": float(np.clip(0.9 / (1 + math.exp(-14 * (done - 0.4))) + rng.normal(0, 0.012), 0, 1)),
-                "p": 1e9 if done > 0.85 else float(2 ** round(3 + 7 * min(1, max(0, (done - 0.1) / 0.75)))),
-                "lambda": 0.01 ** min(1, max(0, (done - 0.1) / 0.75)),
-            }
-        )
-    counts, edges = np.histogram(radii, bins=30, range=(0, 0.6))
-    episode = np.clip(
-        0.22 + 0.12 * np.sin(np.arange(500) / 9) * np.exp(-np.arange(500) / 300) + rng.normal(0, 0.03, 500), 0, 1
-    )
-    return {
-        "schema": 1,
-        "kind": "robustify",
-        "sortrl": "0.1.0",
-        "command": "sortrl robustify CartPole-v1 --eps 0.1",
-        "seed": 7,
-        "started": "2026-01-01T00:00:00Z",
-        "stage_seconds": {"teacher": 40.1, "collect": 8.0, "distill": 60.0, "evaluate": 20.0},
-        "versions": {"python": "3.11.7", "torch": "2.13.0"},
-        "machine": {"cpu": "Some CPU", "cores": 2, "isa": "avx512", "threads": 2},
-        "env": {
-            "id": "CartPole-v1",
-            "obs_names": ["cart position", "cart velocity", "pole angle", "pole angular velocity"],
-            "unit_to_raw": [0.9, 0.51, 0.0973, 0.47],
-            "n_actions": 2,
-            "max_steps": 500,
-        },
-        "teacher": {"name": "PPO", "algorithm": "ppo", "source": "trained here"},
-        "config": {
-            "eps": EPS,
-            "preset": "fast",
-            "collect": {"states": 50000},
-            "distill": {"steps": 1500, "soft": None},
-        },
-        "data": {
-            "states": 50000,
-            "distinct": 49871,
-            "dagger_states": 10000,
-            "held_out_states": 5039,
-            "agreement": 0.9712,
-            "certified": 0.891,
-        },
-        "policy": {"parameters": 133000, "lipschitz": 1.0, "width": 256, "depth": 5, "rho": 0.3, "scale": 1.0},
-        "training": training,
-        "evaluation": rows,
-        "certificate": {
-            "eps": levels,
-            "share": [float((radii > eps).mean()) for eps in levels],
-            "radius_median": float(np.median(radii)),
-            "histogram": {"edges": edges.tolist(), "counts": counts.tolist()},
-            "episode": {"seed": 0, "return": 500.0, "radii": episode.tolist()},
-            "fully_certified_episodes": 0.4,
-        },
-    }
 
 
 @pytest.fixture(scope="module")
