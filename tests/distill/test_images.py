@@ -29,7 +29,9 @@ EPS = 0.15
 @pytest.fixture(scope="module")
 def run(tmp_path_factory) -> Path:
     directory = tmp_path_factory.mktemp("breakout")
-    teacher = replace(PQN_TEACHERS[GAME], total_steps=49_152, exploration_fraction=0.4, target_return=None)
+    teacher = replace(
+        PQN_TEACHERS[GAME], total_steps=73_728, eval_every=24_576, exploration_fraction=0.3, target_return=None
+    )
     short = {"teacher_config": teacher, "steps": 800, "episodes": 10, "eps_grid": (0.0, EPS)}
     sortrl.robustify(None, GAME, out=directory, suite=("noise", "pgd-10-p32"), suite_episodes=4, **short)
     return directory

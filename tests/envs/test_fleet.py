@@ -129,8 +129,8 @@ def test_a_lost_game_goes_back_a_little():
 
 def test_sticky_games_are_spread_over_a_fleet():
     fleet = Fleet("sortrl/Pong84-v0", 6, seed=0, lessons=Lessons(sticky=0.5))
-    assert [env.unwrapped.sticky for env in fleet._envs] == [0.0, 0.25] * 3
+    assert [env.unwrapped.sticky for env in fleet._slots._envs] == [0.0, 0.25] * 3
     fleet = Fleet("sortrl/Pong84-v0", 2, seed=0, lessons=Lessons(sticky=1.0))
-    assert [env.unwrapped.sticky for env in fleet._envs] == [0.25] * 2
+    assert [env.unwrapped.sticky for env in fleet._slots._envs] == [0.25] * 2
     with pytest.raises(TypeError, match="sticky"):
         Fleet("CartPole-v1", 2, seed=0, lessons=Lessons(sticky=1.0))

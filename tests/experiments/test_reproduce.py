@@ -11,6 +11,7 @@ import pytest
 
 from sortrl.core.errors import SortRLError
 from sortrl.core.files import write_json
+from sortrl.core.identity import plain
 from sortrl.experiments import experts, figure1
 from sortrl.runs.config import robustify_config
 from sortrl.teachers import HardenConfig
@@ -119,7 +120,7 @@ def test_units_that_do_not_name_their_expert_are_only_trusted_if_it_is_published
 
 def test_settings_in_older_files_are_read_as_what_they_were():
     config = robustify_config("MountainCar-v0", train_teacher=False, scale=2.0)
-    stored = json.loads(json.dumps(asdict(config)))
+    stored = json.loads(json.dumps(plain(config)))
     for name in ("harden", "steady", "candidates", "start_radius"):
         del stored[name]  # did not exist then
     stored["distill"]["given_up"] = 0.0  # does not exist any more, and was off

@@ -191,8 +191,11 @@ def test_runs_written_before_a_setting_existed_are_continued(tmp_path):
         run.demonstrations(balancer())
     document = read_json(tmp_path / "run.json")
     config = document["identity"]["config"]
-    for name in ("harden", "steady", "polish", "tutored", "rounding", "candidates", "choose_eps", "search", "eps_keep"):
+    for name in ("harden", "steady", "candidates", "choose_eps"):
         del config[name]
+    # Once every run had the settings of all kinds of students, and some that nobody set.
+    config |= {"remember": False, "rounding": None, "polish": None, "tutored": True, "eps_keep": 20 / 255}
+    config["distill"] |= {"lambda_start": 1.0, "mask_chunk": 128}
     del config["collect"]["focus"], config["distill"]["soft_temperature"], document["identity"]["teacher_weights"]
     write_json(tmp_path / "run.json", document)
     with opened(tmp_path):

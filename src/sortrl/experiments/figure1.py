@@ -26,7 +26,7 @@ from sortrl.attacks import suite
 from sortrl.certify import certified_shares
 from sortrl.core.errors import SortRLError
 from sortrl.core.files import read_json, read_object, write_json
-from sortrl.core.identity import differences, fingerprint
+from sortrl.core.identity import differences, fingerprint, plain
 from sortrl.core.records import Policy
 from sortrl.evaluate import provenance
 from sortrl.evaluate.returns import evaluate_curve
@@ -217,7 +217,7 @@ def compute(unit: Unit, plan: Plan, work: Path, folder: Path, published: Path | 
     """Train (unless it is the expert) and evaluate one unit; the result is plain JSON."""
     torch.set_num_threads(1)  # units run side by side
     agent = agent_of(unit, plan, work, folder, published)
-    config = None if unit.agent == "expert" else asdict(config_of(unit, plan))
+    config = None if unit.agent == "expert" else plain(config_of(unit, plan))
     teacher = expert(unit.protocol, unit.task, work, published)
     found = {"unit": asdict(unit), "config": config, "expert": fingerprint(teacher)}
     if unit.adversary != "pgd":

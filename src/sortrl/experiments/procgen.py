@@ -34,6 +34,7 @@ TEST_SEED = 1500
 USUAL_EPISODES = 200  # cells with fewer say so
 STUDENT, MEMORY, TEACHER, SAMPLED = "sortrl", "sortrl, memory", "PPO", "PPO, sampled"
 OURS: dict[str, Preset] = {STUDENT: "fast", MEMORY: "memory"}  # students, and the presets that make them
+TINY: dict[str, dict[str, Any]] = {"fast": {"steps": 20, "dagger_rounds": 0}, "memory": {"search": SearchConfig()}}
 ZOO = {STUDENT: "-distilled", MEMORY: ""}  # what their names in the zoo have behind that of the game
 PUBLISHED = {
     "Jumper": {
@@ -149,7 +150,7 @@ def _folder(game: str, agent: str, work: Path, scale: Scale) -> Path:
 def student_run(game: str, agent: str, work: Path, scale: Scale, teacher: Teacher) -> AbstractContextManager[Run]:
     """The run that makes one of our students."""
     env_id, preset = f"sortrl/{game}-train-v0", OURS[agent]
-    tiny: dict[str, Any] = {"steps": 20, "dagger_rounds": 0, "search": SearchConfig()} if scale == "smoke" else {}
+    tiny: dict[str, Any] = {} if scale != "smoke" else TINY[preset]
     config = robustify_config(env_id, preset=preset, train_teacher=False, **tiny)
     return open_run(_folder(game, agent, work, scale), env_id, config, 0, teacher, quiet=False)
 
