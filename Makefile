@@ -7,7 +7,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 # Threads that sleep while they wait: spinning ones slow each other down on few cores.
 export OMP_WAIT_POLICY ?= PASSIVE
 
-.PHONY: help setup demo test test-slow check format bench sanitize clean
+.PHONY: help setup demo test test-slow check format bench docs sanitize clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -42,8 +42,11 @@ format: setup  ## rewrite the sources in the common format
 bench: setup  ## kernels against torch and against the machine's limit
 	$(BIN)/sortrl bench --json results/bench.json
 
+docs: setup  ## the documentation site, into site/; a broken link or reference is an error
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+
 sanitize: setup  ## the kernel tests on a build with address and undefined-behaviour sanitizers
 	bash tests/sanitize.sh $(BIN)/python
 
 clean:  ## remove what the other targets made
-	rm -rf $(VENV) build runs .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build runs site .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -14,10 +14,10 @@ from pathlib import Path
 
 import atheris
 
-with atheris.instrument_imports(include=["sortrl.verify", "sortrl.teachers", "sortrl.report", "sortrl.files"]):
-    from sortrl.datasets import load_demonstrations
-    from sortrl.errors import SortRLError
-    from sortrl.files import read_json
+with atheris.instrument_imports(include=["sortrl.verify", "sortrl.teachers", "sortrl.report", "sortrl.core.files"]):
+    from sortrl.core.errors import SortRLError
+    from sortrl.core.files import read_json
+    from sortrl.data.dataset import load_demonstrations
     from sortrl.nets import SortPolicy
     from sortrl.report import summary_lines
     from sortrl.teachers import Teacher, load_normalizer, load_teacher

@@ -190,7 +190,7 @@ std::vector<std::string> cpu_supports() {
 
 NB_MODULE(SORTRL_MODULE, m) {
   using namespace nb::literals;
-  nb::exception<BadCall>(m, "BadCall", nb::module_::import_("sortrl.errors").attr("SortRLError"));
+  nb::exception<BadCall>(m, "BadCall", nb::module_::import_("sortrl.core.errors").attr("SortRLError"));
   m.attr("lanes") = kernels.lanes;
   m.attr("max_top") = kMaxTop;
   m.def("cpu_supports", cpu_supports);

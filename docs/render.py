@@ -1,8 +1,9 @@
-"""Put the tables of results/*.json into README.md and the pages of docs, between their markers, and draw README's picture.
+"""Put the tables of results/*.json into README.md and the pages of docs, between their markers, and draw the picture of the demo.
 
 `python docs/render.py` rewrites them. results/cartpole.json comes from
 `sortrl robustify CartPole-v1 --json results/cartpole.json`, results/bench.json from `make bench`, results/fig1.json from
-`sortrl reproduce fig1`.
+`sortrl reproduce fig1`. docs/assets/demo.gif comes from
+`sortrl watch zoo:breakout --beside-teacher --eps 0.075 --out docs/assets/demo.gif`.
 """
 
 from __future__ import annotations
@@ -13,17 +14,93 @@ import re
 from pathlib import Path
 from typing import Any
 
-from sortrl import bench
-from sortrl.files import write_text
+from sortrl.core.files import write_text
+from sortrl.experiments import atari, bench, compute_lines, procgen
+from sortrl.experiments.cells import figure
 from sortrl.report.charts import episode_chart
 from sortrl.report.figures import save_png
-from sortrl.report.run import read_run
-from sortrl.reproduce import atari, compute_lines, procgen
-from sortrl.reproduce.cells import figure
+from sortrl.report.model import read_run
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
 AGENTS = {"expert": "expert (PPO)", "ours": "**sortrl**", "paper": "recipe as printed"}
+NBSP = "\u00a0"  # keeps a figure on one line
+# What the tables' JSON calls the agents, and what the documentation does.
+PLAIN_NAMES = {
+    "**sortrl, rounded**": "**threshold student**",
+    "**sortrl, memory**": "**nearest-neighbour student**",
+    "Jumper, sortrl, memory": "Jumper, nearest-neighbour student",
+    "Coinrun, sortrl, memory": "Coinrun, nearest-neighbour student",
+    "PQN, 4 brightnesses": "PQN, 4 grey levels",
+}
+
+
+def summary_table() -> str:
+    """One line per domain, or two where one would flatter: teacher and student, clean and attacked, and the certified share."""
+    lines = [
+        "| task | student | ε | teacher's return | student's return | certified |",
+        "|---|---|---|---|---|---|",
+    ]
+    for protocol, task in (("paper", "Acrobot-v1"), ("normalised", "LunarLander-v3")):
+        agents = _results("fig1")["curves"][protocol][task]
+        returns = [_arrow(*(_at(agents[agent]["curve"], eps) for eps in (0.0, 0.1))) for agent in ("expert", "ours")]
+        lines.append(f"| {task} | SortNet | 0.1 | {' | '.join(returns)} | {_percent(agents['ours']['acr']['0.1'])} |")
+    run, eps = _results("breakout"), 0.15
+    rows = {(row["policy"], row["eps"]): row["mean"] for row in run["evaluation"] if _on_curve(row)}
+    returns = [_arrow(rows[policy, 0.0], rows[policy, eps]) for policy in ("teacher", "student")]
+    share = dict(zip(run["certificate"]["eps"], run["certificate"]["share"], strict=True))[eps]
+    lines.append(f"| MinAtar Breakout | SortNet | {eps} | {' | '.join(returns)} | {_percent(share)} |")
+    procgen_cells = [entry for entry in _results("table2")["cells"] if entry["cell"]["levels"] == "eval"]
+    returns = [_arrow(*_cells(procgen_cells, "Coinrun", agent, 5)) for agent in ("PPO", "sortrl")]
+    share = _certified(procgen_cells, "Coinrun", "sortrl", 5)
+    lines.append(
+        f"| ProcGen CoinRun, unseen levels | SortNet with head | 5/255 | {' | '.join(returns)} | {_percent(share)} |"
+    )
+    for game in ("Pong", "BankHeist"):
+        cells = _results("table1")["cells"]
+        returns = [_arrow(*_cells(cells, game, agent, 5)) for agent in (atari.TEACHER, "sortrl, rounded")]
+        share = _certified(cells, game, "sortrl, rounded", 5)
+        lines.append(f"| Atari {game} | threshold student | 5/255 | {' | '.join(returns)} | {_percent(share)} |")
+    return "\n".join(lines)
+
+
+def _results(name: str) -> dict[str, Any]:
+    results: dict[str, Any] = json.loads((ROOT / "results" / f"{name}.json").read_text())
+    return results
+
+
+def _at(curve: list[dict[str, Any]], eps: float) -> float:
+    return next(float(point["mean"]) for point in curve if point["eps"] == eps)
+
+
+def _percent(share: float) -> str:
+    return f"{math.floor(100 * share)} %"  # never rounded up
+
+
+def _arrow(clean: float, attacked: float) -> str:
+    digits = 1 if abs(clean) < 10 else 0
+    return f"{clean:.{digits}f}{NBSP}→{NBSP}{attacked:.{digits}f}"
+
+
+def _cells(cells: list[dict[str, Any]], game: str, agent: str, level: int) -> tuple[float, float]:
+    """Clean return, and that under PGD-10 at level / 255."""
+    found = {
+        entry["cell"]["level"]: float(entry["mean"])
+        for entry in cells
+        if (entry["cell"]["game"], entry["cell"]["agent"]) == (game, agent)
+        and entry["cell"]["attack"].lower() in ("none", "pgd-10")
+    }
+    return found[0], found[level]
+
+
+def _certified(cells: list[dict[str, Any]], game: str, agent: str, level: int) -> float:
+    """Share of the states of clean episodes that is certified at level / 255."""
+    clean = (game, agent, "none")
+    return next(
+        float(entry["certified"][str(level)])
+        for entry in cells
+        if (entry["cell"]["game"], entry["cell"]["agent"], entry["cell"]["attack"]) == clean
+    )
 
 
 def fig1_table(results: dict[str, Any]) -> str:
@@ -132,10 +209,6 @@ def teachers_table(results: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def measured_table(results: dict[str, Any]) -> str:
-    return "\n".join(atari.table_lines(results, with_quoted=False))
-
-
 def sticky_table(results: dict[str, Any]) -> str:
     return "\n".join(atari.sticky_lines(results))
 
@@ -174,7 +247,6 @@ TABLES = {
     "suites": ("fig1", suites_table),
     "table1": ("table1", atari_table),
     "teachers84": ("table1", teachers_table),
-    "table1-measured": ("table1", measured_table),
     "table1-sticky": ("table1", sticky_table),
     "table2": ("table2", procgen_table),
     "table2-attacks": ("table2", other_attacks_table),
@@ -187,12 +259,22 @@ TABLES = {
 
 def rendered(text: str) -> str:
     """Text with every table made anew; a table without its results file stays empty."""
+    tables = {"summary": summary_table}
     for name, (source, table) in TABLES.items():
         path = ROOT / "results" / f"{source}.json"
-        body = table(json.loads(path.read_text())) + "\n" if path.exists() else ""
+        tables[name] = (lambda path=path, table=table: table(json.loads(path.read_text()))) if path.exists() else str
+    for name, table in tables.items():
         pattern = re.compile(rf"(<!-- {name}:begin -->\n).*?(<!-- {name}:end -->)", re.S)
-        text = pattern.sub(lambda match, body=body: match[1] + body + match[2], text)
+        if pattern.search(text):
+            body = _plain(table())
+            text = pattern.sub(lambda match, body=body: match[1] + body + "\n" * bool(body) + match[2], text)
     return text
+
+
+def _plain(table: str) -> str:
+    for name, words in PLAIN_NAMES.items():
+        table = table.replace(name, words)
+    return table.replace(" ± ", f"{NBSP}±{NBSP}")
 
 
 def draw_picture() -> None:
@@ -202,7 +284,7 @@ def draw_picture() -> None:
         save_png(
             chart,
             ROOT / "results" / "cartpole.png",
-            "CartPole-v1: the certified radius of every decision of one episode",
+            "CartPole-v1: one episode",
         )
 
 

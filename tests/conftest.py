@@ -23,8 +23,8 @@ def published_teachers() -> Path:
 @pytest.fixture(scope="session")
 def procgen() -> None:
     """For tests on the games themselves: skips, saying why, where envpool or Qt 5 is missing."""
+    from sortrl.core.errors import MissingDependency
     from sortrl.envs.info import make_env
-    from sortrl.errors import MissingDependency
 
     try:
         make_env("sortrl/Jumper-train-v0").close()

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from sortrl.normalizer import Normalizer
+from sortrl.core.normalizer import Normalizer
 from sortrl.teachers import Architecture, Teacher
 
 

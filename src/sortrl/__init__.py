@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from sortrl import attacks
-    from sortrl.collect import collect
-    from sortrl.distill import DistillConfig, distill
-    from sortrl.errors import SortRLError
-    from sortrl.evaluate import evaluate
-    from sortrl.monitor import Monitor
+    from sortrl.core.errors import SortRLError
+    from sortrl.core.records import Certificate, Decision, Demonstrations, EvalResult
+    from sortrl.data.collect import collect
+    from sortrl.distill.loop import DistillConfig, distill
+    from sortrl.evaluate.monitor import Monitor
+    from sortrl.evaluate.returns import evaluate
     from sortrl.nets import SortLinear, SortPolicy, load
-    from sortrl.pipeline import robustify
-    from sortrl.records import Certificate, Decision, Demonstrations, EvalResult
+    from sortrl.runs.robustify import robustify
     from sortrl.teachers import Teacher, load_teacher, train_teacher
 
 __all__ = [
@@ -47,22 +47,22 @@ __all__ = [
 ]
 
 _HOME = {
-    "Certificate": "sortrl.records",
-    "Decision": "sortrl.records",
-    "Demonstrations": "sortrl.records",
-    "DistillConfig": "sortrl.distill",
-    "EvalResult": "sortrl.records",
-    "Monitor": "sortrl.monitor",
+    "Certificate": "sortrl.core.records",
+    "Decision": "sortrl.core.records",
+    "Demonstrations": "sortrl.core.records",
+    "DistillConfig": "sortrl.distill.loop",
+    "EvalResult": "sortrl.core.records",
+    "Monitor": "sortrl.evaluate.monitor",
     "SortLinear": "sortrl.nets",
     "SortPolicy": "sortrl.nets",
-    "SortRLError": "sortrl.errors",
+    "SortRLError": "sortrl.core.errors",
     "Teacher": "sortrl.teachers",
-    "collect": "sortrl.collect",
-    "distill": "sortrl.distill",
-    "evaluate": "sortrl.evaluate",
+    "collect": "sortrl.data.collect",
+    "distill": "sortrl.distill.loop",
+    "evaluate": "sortrl.evaluate.returns",
     "load": "sortrl.nets",
     "load_teacher": "sortrl.teachers",
-    "robustify": "sortrl.pipeline",
+    "robustify": "sortrl.runs.robustify",
     "train_teacher": "sortrl.teachers",
 }
 

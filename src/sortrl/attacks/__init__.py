@@ -8,15 +8,15 @@ from collections.abc import Callable
 
 from sortrl.attacks.apgd import APGD
 from sortrl.attacks.base import Attack
-from sortrl.attacks.blackbox import Square
 from sortrl.attacks.ensemble import Ensemble, auto
 from sortrl.attacks.gradient import FGSM, PGD, RIFGSM, RIFGSMMulti, RIFGSMMultiT, Targeted
 from sortrl.attacks.learned import LearnedAdversary, train_adversary
 from sortrl.attacks.noise import GaussianNoise, SaltAndPepper, SensorDropout, UniformNoise
-from sortrl.attacks.rl import Aimed, MinBest, MinQ, Transfer
+from sortrl.attacks.square import Square
 from sortrl.attacks.suites import SUITES, suite
 from sortrl.attacks.uncertified import WhereUncertified
-from sortrl.errors import SortRLError
+from sortrl.attacks.values import Aimed, MinBest, MinQ, Transfer
+from sortrl.core.errors import SortRLError
 
 __all__ = [
     "APGD",

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from sortrl.attacks import losses
 from sortrl.attacks.base import Attack, Loss, Target, like
-from sortrl.errors import SortRLError
+from sortrl.core.errors import SortRLError
 
 PULL = 0.75  # weight of the new step against the one before
 ENOUGH_PROGRESS = 0.75  # share of the steps since the last checkpoint that must have increased the loss

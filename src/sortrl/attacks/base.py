@@ -12,8 +12,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from sortrl.errors import SortRLError
-from sortrl.records import AttackResult, Policy
+from sortrl.core.errors import SortRLError
+from sortrl.core.records import AttackResult, Policy
 
 Loss = Callable[[Tensor], Tensor]
 """Scores (batch, actions) -> one number per state (batch,), which an attack increases."""

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from sortrl.attacks.apgd import APGD
 from sortrl.attacks.base import Attack, Target
-from sortrl.attacks.blackbox import Square
 from sortrl.attacks.gradient import PGD, Targeted
-from sortrl.errors import SortRLError
+from sortrl.attacks.square import Square
+from sortrl.core.errors import SortRLError
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from sortrl.attacks import losses
 from sortrl.attacks.base import Attack, Loss, Target, like
-from sortrl.errors import SortRLError
-from sortrl.records import Policy
+from sortrl.core.errors import SortRLError
+from sortrl.core.records import Policy
 
 
 @dataclass(frozen=True)

@@ -13,14 +13,14 @@ import torch
 from torch import Tensor, nn
 
 from sortrl.attacks.base import Attack, Target
-from sortrl.attacks.rl import Aimed
+from sortrl.attacks.values import Aimed
+from sortrl.core.errors import SortRLError
+from sortrl.core.files import read_tensors, write_tensors
+from sortrl.core.normalizer import Normalizer
+from sortrl.core.records import Policy
+from sortrl.core.seeding import generators_restored, one_thread
 from sortrl.envs import describe, greedy_returns
-from sortrl.errors import SortRLError
-from sortrl.files import read_tensors, write_tensors
-from sortrl.normalizer import Normalizer
-from sortrl.records import Policy
-from sortrl.teachers.architecture import Architecture
-from sortrl.teachers.grading import generators_restored, one_thread
+from sortrl.nets.architecture import Architecture
 
 if TYPE_CHECKING:
     from sortrl.attacks.siege import Siege  # Stable-Baselines3 is slow to import

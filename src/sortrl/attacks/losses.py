@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from sortrl.attacks.base import Loss
-from sortrl.errors import SortRLError
+from sortrl.core.errors import SortRLError
 
 
 def cross_entropy(clean: Tensor) -> Loss:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from sortrl.attacks.base import Attack, Target
-from sortrl.errors import SortRLError
+from sortrl.core.errors import SortRLError
 
 
 @dataclass(frozen=True)

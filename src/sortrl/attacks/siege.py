@@ -15,8 +15,8 @@ from torch import Tensor
 
 from sortrl.attacks.base import Attack
 from sortrl.attacks.valid import valid_range
+from sortrl.core.records import Policy
 from sortrl.envs import EnvSlots
-from sortrl.records import Policy
 
 LARGEST_OUTPUT = 100.0  # Stable-Baselines3 wants bounded actions; no network comes near
 

@@ -6,13 +6,13 @@ from typing import Literal, get_args
 
 from sortrl.attacks.apgd import APGD
 from sortrl.attacks.base import Attack
-from sortrl.attacks.blackbox import Square
 from sortrl.attacks.ensemble import auto
 from sortrl.attacks.gradient import FGSM, PGD, RIFGSM, RIFGSMMulti, RIFGSMMultiT
 from sortrl.attacks.noise import GaussianNoise, SaltAndPepper, SensorDropout, UniformNoise
-from sortrl.attacks.rl import MinBest, MinQ, Transfer
-from sortrl.errors import SortRLError
-from sortrl.records import Policy
+from sortrl.attacks.square import Square
+from sortrl.attacks.values import MinBest, MinQ, Transfer
+from sortrl.core.errors import SortRLError
+from sortrl.core.records import Policy
 
 SuiteName = Literal["quick", "paper", "auto", "full"]
 SUITES: tuple[SuiteName, ...] = get_args(SuiteName)
@@ -22,7 +22,7 @@ def suite(name: str, teacher: Policy | None = None) -> dict[str, Attack]:
     """The attacks of a suite by their names. Without ``teacher``, those that need one are left out.
 
     ``quick`` takes seconds; ``paper`` are those that SortRL and BCL report; ``auto`` is the ensemble and each of its members;
-    ``full`` is all of these, the noises and what aims at values. (:func:`sortrl.suite.evaluate_suite` adds to ``full`` what
+    ``full`` is all of these, the noises and what aims at values. (:func:`sortrl.evaluate.suite.evaluate_suite` adds to ``full`` what
     depends on time or must be trained.)
 
     >>> list(suite("paper"))

@@ -7,9 +7,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from sortrl.core.errors import SortRLError
+from sortrl.core.records import Policy
 from sortrl.envs import EnvInfo
-from sortrl.errors import SortRLError
-from sortrl.records import Policy
 
 
 def check_eps(policy: Policy, info: EnvInfo, eps_unit: float) -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-import math
+import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,22 +13,27 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sortrl.errors import SortRLError
-from sortrl.files import read_tensors, write_tensors
-from sortrl.nets import CertifiedPolicy, HybridPolicy, SortPolicy
-from sortrl.nets.certified import FILE_NAME
-from sortrl.records import Certificate
+from sortrl.core.errors import SortRLError
+from sortrl.core.files import read_tensors, write_tensors
+from sortrl.core.records import Certificate
+from sortrl.nets import CertifiedPolicy, load
+from sortrl.nets.base import FILE_NAME
 
-FORMAT = "sortrl-certificates-1"
+FORMAT = "sortrl-certificates-2"
+FIRST_FORMAT = (
+    "sortrl-certificates-1"  # its hash is of the weights alone, and it states mixes, constant and shape besides
+)
 CLAIM = (
     "For every state (unit space) and every float32 input within its radius in l_inf, the policy's action is the one stated. "
     "Observations alone are perturbed; one state at a time."
 )
 
 
-def weights_hash(tensors: dict[str, Tensor]) -> str:
-    """SHA-256 over names, types, shapes and contents, in the order of names; halves count as the floats they become."""
-    digest = hashlib.sha256()
+def policy_hash(tensors: Mapping[str, Tensor], metadata: Mapping[str, Any]) -> str:
+    """SHA-256 of a policy's file: over its metadata, as JSON with sorted keys behind its length, and over names, types, shapes
+    and contents of its tensors, in the order of names; halves count as the floats they become."""
+    text = json.dumps(metadata, sort_keys=True, separators=(",", ":")).encode()
+    digest = hashlib.sha256(f"{len(text)}:".encode() + text)
     for name in sorted(tensors):
         tensor = tensors[name].detach().cpu().contiguous()
         array = (tensor.float() if tensor.dtype == torch.float16 else tensor).numpy()
@@ -42,7 +48,7 @@ def save_certificates(
     """Write unit-space states (batch, *obs_shape) with their certificates.
 
     ``policy_file`` is where the policy was saved (the file or its directory); it is named relative to ``path``, so that
-    the two can travel together, and its weights must be those of ``policy``.
+    the two can travel together, and it must hold this very ``policy``.
     """
     if len(unit) != len(certificate) or tuple(unit.shape[1:]) != policy.obs_shape:
         raise SortRLError(
@@ -51,16 +57,15 @@ def save_certificates(
         )
     file = Path(policy_file)
     file = file / FILE_NAME if file.is_dir() else file
-    digest = weights_hash(read_tensors(file)[0])
-    if digest != weights_hash(policy.state_dict()):
-        raise SortRLError(f"save_certificates: {file} holds other weights than this policy. Save the policy first.")
+    if _content(load(file)) != _content(policy):
+        raise SortRLError(
+            f"save_certificates: {file} holds other weights than this policy, or another configuration. Save the policy first."
+        )
     metadata = {
         "format": FORMAT,
         "claim": CLAIM,
         "policy": os.path.relpath(file.resolve(), Path(path).resolve().parent),
-        "weights_sha256": digest,
-        "lipschitz": policy.lipschitz if math.isfinite(policy.lipschitz) else None,
-        "obs_shape": list(policy.obs_shape),
+        "policy_sha256": policy_hash(*read_tensors(file)),
     }
     tensors = {
         "states": unit.detach().cpu().float(),
@@ -68,16 +73,20 @@ def save_certificates(
         "runner_up": torch.from_numpy(np.asarray(certificate.runner_up, dtype=np.int64)),
         "radius": torch.from_numpy(np.asarray(certificate.radius, dtype=np.float64)),
     }
-    # The mixes are the only part of the network that its file does not hold: they follow from rho.
-    if isinstance(policy, (SortPolicy, HybridPolicy)):
-        tensors |= {f"mix.{index}": layer.mix for index, layer in enumerate(policy.trunk.layers)}
     write_tensors(path, tensors, metadata)
+
+
+def _content(policy: CertifiedPolicy) -> str:
+    """All that makes a policy, in one hash."""
+    return policy_hash(
+        policy.state_dict(), {"kind": policy.kind, "config": policy.describe(), "clip": policy.normalizer.clip}
+    )
 
 
 def load_certificates(path: str | Path) -> tuple[Tensor, Certificate, dict[str, Any]]:
     """States, certificates and metadata of a file that :func:`save_certificates` wrote."""
     tensors, metadata = read_tensors(path)
-    if metadata.get("format") != FORMAT:
+    if metadata.get("format") not in (FORMAT, FIRST_FORMAT):
         raise SortRLError(f"{path}: format {metadata.get('format')!r}, expected {FORMAT}. It holds no certificates.")
     missing = [name for name in ("states", "action", "radius", "runner_up") if name not in tensors]
     if missing:

@@ -7,9 +7,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from sortrl.errors import SortRLError
+from sortrl.core.errors import SortRLError
 from sortrl.nets import CertifiedPolicy
-from sortrl.nets.bounds import box_around
+from sortrl.nets.float_bounds import box_around
 
 BOXES_AT_ONCE = 2048
 

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from sortrl.certify.intervals import interval_radius, proven_in_box
-from sortrl.errors import SortRLError
+from sortrl.core.errors import SortRLError
 from sortrl.nets import SortPolicy, sort_layers_only
-from sortrl.nets.bounds import RADIUS_DOWN, box_around
+from sortrl.nets.float_bounds import RADIUS_DOWN, box_around
 
 AT_ONCE = 1024  # boxes per step, over all states
 FLAT_SHARE = 0.01  # of the steepest coordinate's weight that a flat one has when a box is split

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from sortrl.certify.intervals import proven_in_box
-from sortrl.errors import SortRLError
+from sortrl.core.errors import SortRLError
+from sortrl.core.records import EvalResult
 from sortrl.nets import CertifiedPolicy
-from sortrl.nets.bounds import box_around
-from sortrl.records import EvalResult
+from sortrl.nets.float_bounds import box_around
 
 # The literature counts "states whose action is certified at eps" (ACR) in three ways. Figures of different variants must
 # not be compared.

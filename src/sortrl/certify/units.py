@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from sortrl.certify.intervals import proven_in_box
-from sortrl.errors import SortRLError
+from sortrl.core.errors import SortRLError
 from sortrl.nets import CertifiedPolicy
-from sortrl.nets.bounds import RADIUS_DOWN, box_around
+from sortrl.nets.float_bounds import RADIUS_DOWN, box_around
 
 # |unit as computed - unit exactly| <= ROUNDED * |unit as computed| + TINY: float64 arithmetic, then rounding to float32.
 ROUNDED = 1.001 * 2.0**-24
@@ -27,7 +27,7 @@ def raw_radii(policy: CertifiedPolicy, obs: npt.ArrayLike | Tensor) -> npt.NDArr
     They are ``radius * scale``, less what the normaliser may round. Where it clips a value, the value may also move
     freely as far as it stays clipped.
 
-    >>> from sortrl.normalizer import Normalizer
+    >>> from sortrl.core.normalizer import Normalizer
     >>> from sortrl.nets import SortPolicy
     >>> policy = SortPolicy((2,), 2, width=8, depth=2, normalizer=Normalizer([0.0, 0.0], [1.0, 50.0]))
     >>> raw = raw_radii(policy, [[0.3, 10.0]])[0]
@@ -39,7 +39,9 @@ def raw_radii(policy: CertifiedPolicy, obs: npt.ArrayLike | Tensor) -> npt.NDArr
     radius = torch.from_numpy(policy.certify_unit(unit).radius).reshape(-1, *(1 for _ in policy.obs_shape))
     room = (radius - 2.0 * _rounding(unit)) / (1.0 + ROUNDED)
     free = room.clamp(min=0.0) + _clipped_by(policy, raw)
-    return torch.where(room > 0, policy.normalizer.scale * free * RADIUS_DOWN, 0.0).numpy()
+    radii = torch.where(room > 0, policy.normalizer.scale * free * RADIUS_DOWN, 0.0)
+    # The factor rounds down; not so the smallest numbers of float64, which have fewer digits than it needs.
+    return torch.nextafter(radii, torch.zeros_like(radii)).numpy()
 
 
 def certified_for(
@@ -93,7 +95,7 @@ def certified_levels(policy: CertifiedPolicy, obs: npt.ArrayLike | Tensor) -> np
 
     -1 where not even the tie of two actions is excluded. k / 255 is the radius as the literature on images states it.
 
-    >>> from sortrl.normalizer import Normalizer
+    >>> from sortrl.core.normalizer import Normalizer
     >>> from sortrl.nets import SortPolicy
     >>> policy = SortPolicy((1, 4, 4), 2, width=8, depth=2, normalizer=Normalizer.from_pixels((1, 4, 4)))
     >>> bool(certified_levels(policy, np.zeros((1, 1, 4, 4), np.uint8))[0] >= -1)

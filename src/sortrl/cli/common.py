@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from sortrl.errors import SortRLError
+from sortrl.core.errors import SortRLError
 
 MOST_THREADS = 1024
 
@@ -29,7 +29,7 @@ def check_each_eps(policy: Any, env_id: str, eps: tuple[float, ...]) -> None:
 
 def output_folder(run: Path) -> Path:
     """Where the files of a command go that names no place for them: into the run; never into the zoo."""
-    from sortrl import zoo as entries
+    from sortrl.nets import zoo as entries
 
     return Path("runs") / str(run).replace(":", "-") if entries.is_entry(run) else run
 

@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 import tyro
 
 from sortrl.cli.common import check_each_eps, draw_off_screen, output_folder, use_threads
-from sortrl.errors import SortRLError
+from sortrl.core.errors import SortRLError
 
 
 def evaluate(
@@ -34,13 +34,13 @@ def evaluate(
         json: Write the rows here.
     """
     from sortrl import attacks
-    from sortrl.evaluate import evaluate as play
-    from sortrl.files import write_json
-    from sortrl.pipeline import open_run
-    from sortrl.progress import stage
+    from sortrl.core.files import write_json
+    from sortrl.core.progress import stage
+    from sortrl.evaluate.returns import evaluate as play
+    from sortrl.runs.run import read_run
 
     use_threads(threads)
-    env_id, policy, teacher = open_run(run)
+    env_id, policy, teacher = read_run(run)
     check_each_eps(policy, env_id, eps)
     chosen, rows = attacks.by_name(attack), []
     print(f"{'policy':<10}{'attack':<10}{'eps':>8}{'return':>20}{'changed':>10}{'certified':>11}")
@@ -82,12 +82,12 @@ def attack(
         threads: Threads to use [all cores].
         json: Write the result here, point by point; the same command goes on where it was stopped.
     """
-    from sortrl.checks import check_run
-    from sortrl.pipeline import open_run
-    from sortrl.suite import evaluate_suite, table
+    from sortrl.attacks.sanity import check_run
+    from sortrl.evaluate.suite import evaluate_suite, table
+    from sortrl.runs.run import read_run
 
     use_threads(threads)
-    env_id, policy, teacher = open_run(run)
+    env_id, policy, teacher = read_run(run)
     check_each_eps(policy, env_id, eps)
     result = evaluate_suite(
         policy, teacher, env_id, suite, eps, episodes, seed, path=json, quiet=not sys.stderr.isatty()
@@ -133,14 +133,14 @@ def certify(
         json: Write the figures here.
     """
     from sortrl import attacks
-    from sortrl.certification import FIGURE, certification
+    from sortrl.core.files import write_json
+    from sortrl.core.progress import stage
     from sortrl.envs import describe
-    from sortrl.files import write_json
-    from sortrl.pipeline import open_run
-    from sortrl.progress import stage
+    from sortrl.runs.certification import FIGURE, certification
+    from sortrl.runs.run import read_run
 
     use_threads(threads)
-    env_id, policy, _ = open_run(run)
+    env_id, policy, _ = read_run(run)
     check_each_eps(policy, env_id, eps)
     chosen = None if attack == "none" else attacks.by_name(attack)
     with stage("Certifying episodes", quiet=not sys.stderr.isatty()) as progress:
@@ -185,10 +185,10 @@ def certify(
 def _save_certificates(run: Path, env_id: str, episodes: int, seed: int, path: Path) -> None:
     import torch
 
-    from sortrl.certificate_study import clean_episodes
     from sortrl.certify import save_certificates
+    from sortrl.experiments.certificate_study import clean_episodes
     from sortrl.nets import load
-    from sortrl.zoo import locate
+    from sortrl.nets.zoo import locate
 
     policy = load(run)
     states = torch.cat(clean_episodes(policy, env_id, episodes, seed))
@@ -201,14 +201,14 @@ def verify(
 ) -> None:
     """Check a file of certificates again, in float64, with code that shares nothing with what made it.
 
-    Exit code 0 if every action is the arg-max of its scores and every radius at most margin / (2 L); 1 otherwise.
+    Exit code 0 if every action is the one that the policy plays and every radius can be proven, rounding included; 1 otherwise.
 
     Args:
         certificates: File written by sortrl certify --save, or by sortrl.certify.save_certificates.
         policy: The policy's file or directory, if it is no longer where the certificates say.
         json: Write the verdict here.
     """
-    from sortrl.files import write_json
+    from sortrl.core.files import write_json
     from sortrl.verify import verify as check
 
     verdict = check(certificates, policy)
@@ -221,4 +221,7 @@ def verify(
             f"{certificates}: {wrong} claim{'s' * (wrong > 1)} of {verdict.states} states do not hold:\n  {shown}"
         )
     constant = f" (L = {verdict.lipschitz:.9g})" if math.isfinite(verdict.lipschitz) else ""
-    print(f"{verdict.states} certificates hold: actions, radii{constant} and the policy's weights")
+    several = "" if verdict.distinct == verdict.states else f" (of {verdict.distinct} different states)"
+    print(f"{verdict.states} certificates hold{several}: actions, radii{constant} and the policy's weights")
+    for note in verdict.notes:
+        print(f"note: {note}")

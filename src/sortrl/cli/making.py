@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import shlex
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import tyro
 
 from sortrl.cli.common import use_threads
-from sortrl.errors import SortRLError
+from sortrl.core.errors import SortRLError
 
 
 def robustify(
@@ -57,10 +58,11 @@ def robustify(
     """
     from dataclasses import replace
 
-    from sortrl import pipeline, report
-    from sortrl.config import robustify_config
+    from sortrl import report
+    from sortrl.core.files import read_json, write_json
     from sortrl.envs import describe
-    from sortrl.files import read_json, write_json
+    from sortrl.runs import robustify as pipeline
+    from sortrl.runs.config import robustify_config
     from sortrl.teachers import HardenConfig
 
     use_threads(threads)
@@ -98,6 +100,7 @@ def teach(
     processes: int = 1,
     imitate: Path | None = None,
     start: Path | None = None,
+    half: bool = False,
     seed: int = 0,
     json: Path | None = None,
 ) -> None:
@@ -107,22 +110,27 @@ def teach(
         env: Gymnasium environment with discrete actions.
         out: Directory for the teacher [runs/teachers/<env>-<algorithm>].
         algorithm: ppo, dqn or (for images) pqn [the one the task has settings for, else ppo].
-        processes: Among which the games of a PQN training are shared out; the result is the same.
+        processes: Among which the games of a PQN training are shared out, while this one learns; the result is the same.
         imitate: Go on from this trained teacher (an actor-critic), which learns to play the best of its own sampled tries; for
             tasks with few starts, such as the training levels of ProcGen.
         start: Go on from this PQN teacher (its folder, a run's, or zoo:NAME) with next to no random actions.
+        half: Of a PQN training, compute all layers but the last in bfloat16: faster on CPUs that have it, slower on others.
         seed: Fixes the training.
         json: Write the result here.
     """
-    from sortrl.evaluate import evaluate as play
-    from sortrl.files import locked, write_json
-    from sortrl.progress import stage
-    from sortrl.teachers import continued, teacher_preset, train_teacher
+    from sortrl.core.files import locked, write_json
+    from sortrl.core.progress import stage
+    from sortrl.evaluate.returns import evaluate as play
+    from sortrl.teachers import PQNConfig, continued, teacher_preset, train_teacher
 
     if start is not None and imitate is not None:
         raise SortRLError("teach: --start and --imitate are two ways to go on; choose one.")
     begun = None if start is None else _teacher_of(start)
     config = teacher_preset(env, algorithm) if begun is None else continued(env)
+    if half:
+        if not isinstance(config, PQNConfig):
+            raise SortRLError(f"teach: --half is for pqn, and {env} is taught by {config.algorithm}.")
+        config = replace(config, half=True)
     kind = config.algorithm if imitate is None else "imitation"
     directory = out or Path("runs") / "teachers" / f"{env.replace('/', '-')}-{kind}"
     with locked(directory):
@@ -139,7 +147,7 @@ def teach(
 
 def _teacher_of(source: Path) -> Any:
     """The teacher in a folder, or of a run or an entry of the zoo."""
-    from sortrl import zoo
+    from sortrl.nets import zoo
     from sortrl.teachers import Teacher
 
     folder = zoo.locate(source)
@@ -147,9 +155,9 @@ def _teacher_of(source: Path) -> Any:
 
 
 def _imitated(source: Path, env: str, directory: Path, seed: int) -> Any:
-    from sortrl.files import read_object
-    from sortrl.imitate import imitate
-    from sortrl.progress import stage
+    from sortrl.core.files import read_object
+    from sortrl.core.progress import stage
+    from sortrl.runs.imitate import imitate
     from sortrl.teachers import Teacher
     from sortrl.teachers.grading import LOG_FILE
 
@@ -160,7 +168,7 @@ def _imitated(source: Path, env: str, directory: Path, seed: int) -> Any:
 
 
 Reproduced = Literal[
-    "fig1", "fig2", "fig3", "table1", "table2", "table3", "table4", "compute", "certificates", "reliability"
+    "fig1", "fig2", "fig3", "table1", "table2", "table3", "table4", "compute", "teachers", "certificates", "reliability"
 ]
 KEPT_IN = {
     "reliability": "reliability",
@@ -190,11 +198,12 @@ def reproduce(
             table1, table3: four Atari games under PGD-10, and under the worst of four attacks at larger eps;
             table2, table4: ProcGen's Jumper and CoinRun under PGD-10 and PGD-30, beside published rivals;
             compute: return of the ProcGen student that remembers, against the states it was made of;
+            teachers: the Atari teachers with and without sticky actions, and how they learned;
             fig2, fig3: pictures of tables 1 and 3, from what is computed of them (normalised scores; return against eps);
             certificates: how tight the certificates of its students are; reliability: damaged files, kills at random
-            moments, many threads and processes.
+            moments, attacks on certified decisions, many threads and processes.
         task: Only this task; of tables, and of figures 2 and 3, only this game (table1, table3: Freeway, RoadRunner, Pong, BankHeist;
-            table2, table4, compute: Jumper, Coinrun); of reliability, only this part (fuzz, crashes, soak).
+            table2, table4, compute: Jumper, Coinrun; teachers: as table1); of reliability, only this part (fuzz, crashes, siege, soak).
         agent: Of tables, only the rows of this agent, as the table calls it (for example "sortrl, memory").
         scale: smoke (minutes, to see that it works), cpu (hours on two cores), paper (the printed recipe at full length too).
         out: Where the JSON and the PNG go.
@@ -204,7 +213,7 @@ def reproduce(
         jobs: Processes side by side [one per core].
         seconds: How long the soak of reliability lasts [as the scale says].
     """
-    from sortrl import reproduce as module
+    from sortrl import experiments as module
 
     def progress(line: str) -> None:
         print(line, file=sys.stderr, flush=True)
@@ -225,6 +234,8 @@ def reproduce(
         print("\n".join(module.procgen_lines(found)))
     elif what == "compute":
         print("\n".join(module.compute_lines(module.compute(scale, task, out, folder, teachers, progress))))
+    elif what == "teachers":
+        print("\n".join(module.teachers_lines(module.teachers_table(scale, task, out, teachers, progress))))
     elif what in ("fig2", "fig3"):
         (module.fig2 if what == "fig2" else module.fig3)(out, task)
     elif what == "certificates":
@@ -249,8 +260,8 @@ def zoo(
         with_teacher: Pass on the run's teacher too, although it was given to the run (one that was trained for it always is).
         folder: Where --add writes.
     """
-    from sortrl import zoo as entries
-    from sortrl.publish import described, publish, summed_up
+    from sortrl.nets import zoo as entries
+    from sortrl.runs.zoo import described, publish, summed_up
 
     if add is not None:
         if name is None:

@@ -9,7 +9,7 @@ from typing import Annotated
 import tyro
 
 from sortrl.cli.common import check_each_eps, draw_off_screen, output_folder, use_threads
-from sortrl.errors import SortRLError
+from sortrl.core.errors import SortRLError
 
 
 def watch(
@@ -19,6 +19,7 @@ def watch(
     seed: int = 0,
     out: Path | None = None,
     max_steps: int | None = None,
+    beside_teacher: bool = False,
     threads: int | None = None,
     json: Path | None = None,
 ) -> None:
@@ -34,32 +35,44 @@ def watch(
         seed: Chooses the episode.
         out: File to write [RUN/episode.gif; for zoo:NAME, runs/zoo-NAME/episode.gif].
         max_steps: Stop after so many steps.
+        beside_teacher: Show the teacher under the same attack instead of the student's clean episode.
         threads: Threads to use [all cores].
         json: Write actions and radii of every step here.
     """
     from sortrl import attacks
     from sortrl import report as reports
-    from sortrl.evaluate import episode_seeds
-    from sortrl.files import read_json, write_json
-    from sortrl.film import film
-    from sortrl.pipeline import open_run, trained_eps
+    from sortrl.core.files import read_json, write_json
+    from sortrl.core.records import Policy
+    from sortrl.evaluate.returns import episode_seeds
+    from sortrl.evaluate.watch import play
+    from sortrl.report.film import film
     from sortrl.report.page import FILM
-    from sortrl.watch import play
+    from sortrl.runs.run import read_run, trained_eps
 
     use_threads(threads)
-    env_id, policy, _ = open_run(run)
+    env_id, policy, teacher = read_run(run)
     size = trained_eps(run) if eps is None else eps
     check_each_eps(policy, env_id, (size,))
     path = out or output_folder(run) / FILM
     if path.suffix.lower() != ".gif":
         raise SortRLError(f"--out is {path}, expected a name that ends in .gif.")
-    chosen = [None] if attack == "none" else [None, attacks.by_name(attack)]
+    adversary = None if attack == "none" else attacks.by_name(attack)
+    if beside_teacher:
+        if teacher is None:
+            raise SortRLError(f"--beside-teacher: {run} has no teacher to show. Choose a run that keeps its teacher.")
+        shown: list[tuple[str, Policy, attacks.Attack | None]] = [
+            ("teacher", teacher, adversary),
+            ("student", policy, adversary),
+        ]
+    else:
+        shown = [("", policy, how) for how in ((None,) if adversary is None else (None, adversary))]
     episode_seed = episode_seeds(seed, 1)[0]
-    episodes = [play(policy, env_id, size, adversary, episode_seed, max_steps) for adversary in chosen]
+    episodes = [play(agent, env_id, size, how, episode_seed, max_steps, name) for name, agent, how in shown]
     for episode in episodes:
         share = f"{episode.certified.mean():.1%} of {len(episode)} steps certified at eps {size:g}"
         changed = "" if episode.attack == "none" else f", {episode.changed.sum()} actions changed"
-        print(f"{episode.attack:<10} return {episode.total:g}: {share}{changed}")
+        who = f"{episode.agent} " if episode.agent else ""
+        print(f"{who}{episode.attack:<10} return {episode.total:g}: {share}{changed}")
     if json is not None:
         write_json(json, [episode.to_json() for episode in episodes])
     draw_off_screen()
@@ -76,7 +89,7 @@ def report(run: Annotated[Path, tyro.conf.Positional]) -> None:
         run: Directory of a run.
     """
     from sortrl import report as module
-    from sortrl.files import read_json
+    from sortrl.core.files import read_json
 
     results = read_json(run / "results.json")
     path = module.render(results, run)
@@ -92,16 +105,16 @@ def export(run: Annotated[Path, tyro.conf.Positional], onnx: Path) -> None:
         onnx: File to write.
     """
     from sortrl.nets import sort_layers_only
-    from sortrl.nets.export import export_onnx
-    from sortrl.pipeline import open_run
+    from sortrl.nets.onnx import export_onnx
+    from sortrl.runs.run import read_run
 
-    export_onnx(sort_layers_only(open_run(run)[1], "Exporting to ONNX"), onnx)
+    export_onnx(sort_layers_only(read_run(run)[1], "Exporting to ONNX"), onnx)
     print(f"onnx: {onnx}")
 
 
 def tasks() -> None:
     """List the tasks with settings of their own. Any other Gymnasium id with discrete actions works too."""
-    from sortrl.tasks import TASKS
+    from sortrl.runs.tasks import TASKS
 
     width = max(map(len, TASKS))
     for task in TASKS.values():
@@ -115,7 +128,7 @@ def bench(json: Path | None = None, quick: bool = False) -> None:
         json: Write the measurements here.
         quick: Tiny shapes, to see that it works.
     """
-    from sortrl import bench as module
+    from sortrl.experiments import bench as module
 
     results = module.run(
         quick=quick, repeats=5 if quick else 25, progress=lambda line: print(line, file=sys.stderr, flush=True)
@@ -135,8 +148,9 @@ def info(json: Path | None = None) -> None:
 
     import torch
 
-    from sortrl import ops, provenance
-    from sortrl.files import write_json
+    from sortrl import ops
+    from sortrl.core.files import write_json
+    from sortrl.evaluate import provenance
     from sortrl.ops import cpu
 
     backend, reason = ops.backend_for(torch.zeros(1))

@@ -3,9 +3,21 @@
 
 from __future__ import annotations
 
+from sortrl.envs.branching import Simulator
 from sortrl.envs.fleet import Fleet, ParallelFleet
 from sortrl.envs.info import EnvInfo, describe
-from sortrl.envs.simulator import Simulator
-from sortrl.envs.slots import EnvSlots, greedy_returns
+from sortrl.envs.player import Episode, Predicts, greedy_returns, play_episodes
+from sortrl.envs.slots import EnvSlots
 
-__all__ = ["EnvInfo", "EnvSlots", "Fleet", "ParallelFleet", "Simulator", "describe", "greedy_returns"]
+__all__ = [
+    "EnvInfo",
+    "EnvSlots",
+    "Episode",
+    "Fleet",
+    "ParallelFleet",
+    "Predicts",
+    "Simulator",
+    "describe",
+    "greedy_returns",
+    "play_episodes",
+]

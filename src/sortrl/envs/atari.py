@@ -8,6 +8,7 @@ Actions are never repeated at random, unless that is asked for (``sticky``).
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,13 +16,14 @@ import gymnasium as gym
 import numpy as np
 import numpy.typing as npt
 
-from sortrl.errors import MissingDependency, SortRLError
+from sortrl.core.errors import MissingDependency, SortRLError
 
 SIZE = 84
 SKIP = 4
 MAX_NOOPS = 30
 TOP, ROWS = 21, 168
 MARGIN = 2  # black columns on either side of the small frame: 4 of the large one
+REWIND_EVERY = 100  # decisions between the moments to which a lost game can go back
 
 Frame = npt.NDArray[np.uint8]
 
@@ -96,19 +98,27 @@ class Atari84(gym.Env[Frame, np.int64]):
 
     With ``sticky`` the game does, in every frame with that probability, what it did in the frame before instead of what it is
     told (Machado et al., 2018, who take 0.25). No two episodes are then alike, and what was learned by heart is of no use.
+
+    ``reset(options={"rewind": True})`` goes back 100 to 200 decisions instead of to the start (or to the start, if that is nearer),
+    so that what comes late in a game can be tried as often as what comes first; only with ``rewind``.
     """
 
     metadata = {"render_modes": ["rgb_array"], "render_fps": 60 // SKIP}  # noqa: RUF012 (Gymnasium's own interface)
 
     def __init__(
-        self, game: str, episodic_life: bool = False, render_mode: str | None = None, sticky: float = 0.0
+        self,
+        game: str,
+        episodic_life: bool = False,
+        render_mode: str | None = None,
+        sticky: float = 0.0,
+        rewind: bool = False,
     ) -> None:
         if game not in GAMES:
             raise SortRLError(f"No Atari game {game!r}; expected one of {', '.join(GAMES)}.")
         if not 0 <= sticky < 1:
             raise SortRLError(f"Atari84: sticky is {sticky}, expected a probability below 1.")
         self.game, self.facts = game, GAMES[game]
-        self.episodic_life, self.render_mode, self.sticky = episodic_life, render_mode, sticky
+        self.episodic_life, self.render_mode, self.sticky, self.rewind = episodic_life, render_mode, sticky, rewind
         self._ale = _load(self.facts.rom)
         # A reset inside the emulator keeps some memory of the game before (Freeway's traffic): every game starts from this.
         self._ale.reset_game()
@@ -117,7 +127,8 @@ class Atari84(gym.Env[Frame, np.int64]):
         self._fires = any(action.name == "FIRE" for action in legal)
         self._actions = legal[: self.facts.n_actions]
         self._screens = np.zeros((2, *self._ale.getScreenDims()), np.uint8)
-        self._lives = self._last_action = self._idle = 0
+        self._lives = self._last_action = self._idle = self._decisions = 0
+        self._moments: deque[tuple[Any, Frame, int]] = deque(maxlen=2)
         self.observation_space = gym.spaces.Box(0, 255, (1, SIZE, SIZE), np.uint8)
         self.action_space = gym.spaces.Discrete(len(self._actions))
 
@@ -126,13 +137,16 @@ class Atari84(gym.Env[Frame, np.int64]):
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Frame, dict[str, Any]]:
         super().reset(seed=seed)
+        if options is not None and options.get("rewind"):
+            return self._go_back()
         goes_on = self.episodic_life and seed is None and self._lives > 0 and not self._ale.game_over()
         if goes_on:
             self._play(0)
         while not goes_on or self._ale.game_over():
             goes_on = True
             self._ale.restoreState(self._start)
-            self._last_action = 0
+            self._last_action = self._decisions = 0
+            self._moments.clear()
             self._idle = int(self.np_random.integers(1, MAX_NOOPS, endpoint=True))
             for _ in range(self._idle):
                 self._ale.act(0)
@@ -143,11 +157,25 @@ class Atari84(gym.Env[Frame, np.int64]):
         return self._observe(), {"lives": self._lives, "start": self._idle}
 
     def step(self, action: np.int64 | int) -> tuple[Frame, float, bool, bool, dict[str, Any]]:
+        if self.rewind and self._decisions % REWIND_EVERY == 0:
+            self._moments.append((self._ale.cloneState(include_rng=True), self._screens.copy(), self._last_action))
+        self._decisions += 1
         reward = self._play(int(action))
         lives = self._ale.lives()
         over = self._ale.game_over() or (self.episodic_life and lives < self._lives)
         self._lives = lives
         return self._observe(), float(reward), over, False, {"lives": lives}
+
+    def _go_back(self) -> tuple[Frame, dict[str, Any]]:
+        if not self._moments:
+            raise SortRLError("Atari84: nothing to go back to. Make the game with rewind=True and play a step first.")
+        state, screens, self._last_action = self._moments[0]
+        self._moments.clear()  # the step that follows keeps this moment again
+        self._decisions = 0
+        self._ale.restoreState(state)
+        self._screens[:] = screens
+        self._lives = self._ale.lives()
+        return self._observe(), {"lives": self._lives, "start": self._idle}
 
     def render(self) -> Any:
         return self._ale.getScreenRGB() if self.render_mode == "rgb_array" else None
@@ -172,9 +200,11 @@ class Atari84(gym.Env[Frame, np.int64]):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Atari84:
         """The same moment of the same game in a second emulator, so that episodes can be branched."""
-        twin = Atari84(self.game, self.episodic_life, self.render_mode, self.sticky)
+        twin = Atari84(self.game, self.episodic_life, self.render_mode, self.sticky, self.rewind)
         twin._ale.restoreState(self._ale.cloneState(include_rng=True))
         twin._screens[:], twin._lives, twin._last_action = self._screens, self._lives, self._last_action
+        twin._moments.extend(self._moments)
+        twin._decisions = self._decisions
         twin.np_random.bit_generator.state = self.np_random.bit_generator.state
         twin.spec = self.spec
         return twin

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
@@ -10,8 +11,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from sortrl.core.errors import SortRLError
 from sortrl.envs.info import describe, make_env
-from sortrl.errors import SortRLError
+from sortrl.envs.registry import STICKY
 
 State = dict[str, npt.NDArray[np.int64]]
 
@@ -26,13 +28,33 @@ class Steps(NamedTuple):
     """Of the episodes that ended here."""
 
 
+@dataclass(frozen=True)
+class Lessons:
+    """How games for training differ from those of the task. All but ``patience`` are for Atari games."""
+
+    patience: int = 0
+    """A game without a reward for so many steps counts as lost (0: never). Who waits for ever learns nothing."""
+    retry: float = 0.0
+    """Probability that a lost game goes back a little instead of starting anew: what comes late is then tried as often as what
+    comes first."""
+    sticky: float = 0.0
+    """Share of the games that have sticky actions."""
+
+    def options_of(self, game: int) -> dict[str, Any]:
+        """Of the environment of one game; sticky games are spread evenly over the fleet."""
+        options: dict[str, Any] = {"rewind": True} if self.retry else {}
+        if int((game + 1) * self.sticky) > int(game * self.sticky):
+            options["sticky"] = STICKY
+        return options
+
+
 class Fleet:
     """``n`` games played one after the other in this process. ``obs`` are what they show now.
 
     ``seed`` fixes everything. ``stagger`` random actions at most are played first, by each game its own share of them:
     games of equal length would else move in step for ever, and a batch would show one moment ``n`` times. ``options`` go
-    to the environments; ``games`` are the numbers of the games played here, out of a larger fleet. With the ``state`` that
-    :meth:`state` gave, the games go on from there.
+    to the environments, which differ from those of the task as ``lessons`` say; ``games`` are the numbers of the games played
+    here, out of a larger fleet. With the ``state`` that :meth:`state` gave, the games go on from there.
 
     >>> fleet = Fleet("CartPole-v1", 3, seed=0)
     >>> fleet.step([0, 1, 0]).rewards
@@ -48,15 +70,18 @@ class Fleet:
         options: Mapping[str, Any] | None = None,
         games: Sequence[int] | None = None,
         state: State | None = None,
+        lessons: Lessons | None = None,
     ) -> None:
         if n < 1:
             raise SortRLError(f"Fleet: n is {n}, expected at least one game.")
         self.info, self.seed = describe(env_id), seed
         self.games = list(range(n)) if games is None else list(games)
-        self._envs = [make_env(env_id, **(options or {})) for _ in self.games]
+        self.lessons = lessons or Lessons()
+        self._envs = [make_env(env_id, **(options or {}), **self.lessons.options_of(game)) for game in self.games]
         self.obs = np.zeros((len(self.games), *self.info.obs_shape), self.info.obs_dtype)
         self._episode = np.zeros(len(self.games), np.int64)
         self._return = np.zeros(len(self.games))
+        self._idle = np.zeros(len(self.games), np.int64)
         # States of games are not stored: each is the result of its seed and of the actions since.
         self._actions: list[list[int]] = [[] for _ in self.games]
         if state is not None:
@@ -84,7 +109,7 @@ class Fleet:
     def _start(self, slot: int, episode: int) -> None:
         name = np.random.SeedSequence([self.seed, 5, self.games[slot], episode])
         self.obs[slot], _ = self._envs[slot].reset(seed=int(name.generate_state(1)[0] >> 1))
-        self._episode[slot], self._return[slot], self._actions[slot] = episode, 0.0, []
+        self._episode[slot], self._return[slot], self._idle[slot], self._actions[slot] = episode, 0.0, 0, []
 
     def _step(self, slot: int, action: int) -> tuple[float, bool, bool, float]:
         env = self._envs[slot]
@@ -92,12 +117,25 @@ class Fleet:
         self._actions[slot].append(action)
         self._return[slot] += float(reward)
         total = float(self._return[slot])
-        if terminated and info.get("lives", 0) > 0:  # the game goes on with the next life
+        self._idle[slot] = 0 if reward else self._idle[slot] + 1
+        stuck = not terminated and 0 < self.lessons.patience <= self._idle[slot]
+        terminated = terminated or stuck
+        if terminated and not stuck and info.get("lives", 0) > 0:  # the game goes on with the next life
             self.obs[slot], _ = env.reset()
-            self._return[slot] = 0.0
+            self._return[slot] = self._idle[slot] = 0
+        elif terminated and self._tries_again(slot):
+            self.obs[slot], _ = env.reset(options={"rewind": True})
+            self._return[slot] = self._idle[slot] = 0
         elif terminated or truncated:
             self._start(slot, int(self._episode[slot]) + 1)
         return float(reward), bool(terminated), bool(truncated), total
+
+    def _tries_again(self, slot: int) -> bool:
+        """Drawn anew for every end of a game, and the same when it is played again."""
+        if not self.lessons.retry:
+            return False
+        names = [self.seed, 6, self.games[slot], int(self._episode[slot]), len(self._actions[slot])]
+        return bool(np.random.default_rng(names).random() < self.lessons.retry)
 
     def state(self) -> State:
         """What a new fleet needs to bring every game to this point."""
@@ -135,6 +173,7 @@ class ParallelFleet:
         stagger: int = 0,
         options: Mapping[str, Any] | None = None,
         state: State | None = None,
+        lessons: Lessons | None = None,
         processes: int = 2,
     ) -> None:
         self.info = describe(env_id)
@@ -145,7 +184,7 @@ class ParallelFleet:
         for games in self._parts:
             ours, theirs = context.Pipe()
             begun = None if state is None else _share(state, games)
-            arguments = (env_id, n, seed, stagger, dict(options or {}), games.tolist(), begun)
+            arguments = (env_id, n, seed, stagger, dict(options or {}), games.tolist(), begun, lessons)
             worker = context.Process(target=_serve, args=(theirs, *arguments), daemon=True)
             worker.start()
             self._pipes.append(ours)

@@ -14,8 +14,8 @@ import gymnasium as gym
 import numpy as np
 import numpy.typing as npt
 
+from sortrl.core.errors import MissingDependency, SortRLError
 from sortrl.envs.registry import NAMESPACE, register_tasks
-from sortrl.errors import MissingDependency, SortRLError
 
 OBS_NAMES: dict[str, tuple[str, ...]] = {
     "CartPole": ("cart position", "cart velocity", "pole angle", "pole angular velocity"),

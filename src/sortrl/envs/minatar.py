@@ -9,7 +9,7 @@ import gymnasium as gym
 import numpy as np
 import numpy.typing as npt
 
-from sortrl.errors import MissingDependency
+from sortrl.core.errors import MissingDependency
 
 Image = npt.NDArray[np.uint8]
 FRAMES_PER_SECOND = 10

@@ -15,7 +15,7 @@ import gymnasium as gym
 import numpy as np
 import numpy.typing as npt
 
-from sortrl.errors import MissingDependency
+from sortrl.core.errors import MissingDependency
 
 Levels = Literal["train", "eval"]
 TRAIN_LEVELS = 200
@@ -60,10 +60,24 @@ def make_pool(game: str, n: int, seed: int, start_level: int = 0, n_levels: int 
             f"{game}Easy-v0", num_envs=n, num_threads=1, seed=seed, start_level=start_level, num_levels=n_levels
         )
     except ImportError as error:
-        raise MissingDependency(
-            f"ProcGen draws with the system's Qt 5, which cannot be loaded ({error.__cause__ or error}). Install it: "
+        raise MissingDependency(_why_not(error)) from error
+
+
+def _why_not(error: ImportError) -> str:
+    """What is missing: envpool wraps the loader's message, which names the library, in one of its own."""
+    said = [str(error)]
+    cause: BaseException | None = error
+    while cause is not None and (cause := cause.__cause__ or cause.__context__) is not None:
+        said.append(str(cause))
+    if any("libQt5" in text for text in said):
+        return (
+            f"ProcGen draws with the system's Qt 5, which cannot be loaded ({said[-1]}). Install it: "
             "apt-get install libqt5gui5 (Debian, Ubuntu) or dnf install qt5-qtbase-gui (Fedora)."
-        ) from error
+        )
+    return (
+        f"ProcGen's simulator, envpool, is installed but cannot be imported ({': '.join(said)}). "
+        "Install it again: pip install --force-reinstall 'sortrl[procgen]'"
+    )
 
 
 class ProcgenEnv(gym.Env[npt.NDArray[np.uint8], int], gym.utils.EzPickle):

@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from sortrl.core.errors import SortRLError
 from sortrl.envs.info import describe, make_env
-from sortrl.errors import SortRLError
-
-
-class Predicts(Protocol):
-    """Anything with the Stable-Baselines3 ``predict``."""
-
-    def predict(self, obs: npt.NDArray[Any]) -> tuple[npt.NDArray[Any], Any]: ...
 
 
 class EnvSlots:
@@ -81,29 +75,3 @@ class EnvSlots:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-
-def greedy_returns(policy: Predicts, env_id: str, seeds: Sequence[int], slots: int = 32) -> npt.NDArray[np.float64]:
-    """The undiscounted return of one clean greedy episode per seed, in the order of ``seeds``."""
-    returns = np.zeros(len(seeds))
-    waiting = list(enumerate(seeds))[::-1]
-    if not waiting:
-        raise SortRLError("greedy_returns: no seeds given; name at least one episode.")
-    with EnvSlots(env_id, min(slots, len(seeds))) as envs:
-        playing: dict[int, int] = {}
-        obs: dict[int, npt.NDArray[Any]] = {}
-        for slot in range(len(envs)):
-            playing[slot], seed = waiting.pop()
-            obs[slot] = envs.reset(slot, seed)
-        while playing:
-            actions, _ = policy.predict(np.stack([obs[slot] for slot in playing]))
-            envs.begin(playing, actions)
-            for slot, action in zip(list(playing), actions, strict=True):
-                obs[slot], reward, done = envs.step(slot, int(action))
-                returns[playing[slot]] += reward
-                if done and waiting:
-                    playing[slot], seed = waiting.pop()
-                    obs[slot] = envs.reset(slot, seed)
-                elif done:
-                    del playing[slot]
-    return returns

@@ -2,15 +2,15 @@
 
 from pathlib import Path
 
-from sortrl import zoo
-from sortrl.errors import SortRLError
-from sortrl.nets.certified import CertifiedPolicy, load_policy
+from sortrl.core.errors import SortRLError
+from sortrl.nets import zoo
+from sortrl.nets.base import CertifiedPolicy, load_policy
 from sortrl.nets.front import AveragePool, BoundedConv, Crop, Pixels, Scale
 from sortrl.nets.hybrid import HybridConfig, HybridPolicy
 from sortrl.nets.intervals import IntervalHead
 from sortrl.nets.layers import MeanShift, SortConv, SortLinear, truncated_mix
-from sortrl.nets.policy import PolicyConfig, SortPolicy
-from sortrl.nets.rounded import RoundedConfig, RoundedPolicy, Rounding
+from sortrl.nets.sort import PolicyConfig, SortPolicy
+from sortrl.nets.thresholds import RoundedConfig, RoundedPolicy, Rounding
 
 __all__ = [
     "AveragePool",

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from sortrl.errors import SortRLError
-from sortrl.nets.layers import patch_grid
+from sortrl.core.errors import SortRLError
+from sortrl.nets.layers import patch_conv, patch_grid
 
 
 class Scale(nn.Module):
@@ -32,7 +32,7 @@ class Scale(nn.Module):
 
     @property
     def lipschitz(self) -> float:
-        return float(self.factor.max())
+        return float(self.factor.abs().max())
 
     @property
     def roundings(self) -> int:
@@ -135,7 +135,7 @@ class BoundedConv(nn.Module):
     finds edges and objects for the sort layers behind it. MaxMin loses nothing, where ReLU would lose half.
 
     In training the weights are divided by their sums (:meth:`trained`); :meth:`settle` makes that permanent. The evaluation
-    layer takes the weights as they are, and its constant is computed from them.
+    layer takes the weights as they are, sums in float64, and its constant is computed from them.
 
     Args:
         in_shape: channels, height and width of the input.
@@ -149,6 +149,8 @@ class BoundedConv(nn.Module):
     (torch.Size([2, 6, 3, 3]), 1.0)
     """
 
+    evaluated_in_double = True
+
     def __init__(self, in_shape: tuple[int, int, int], channels: int, kernel: int, stride: int = 1) -> None:
         super().__init__()
         self.out_shape = (channels, *patch_grid("BoundedConv", in_shape, kernel, stride))
@@ -158,16 +160,11 @@ class BoundedConv(nn.Module):
         # Cubes of normal numbers: few large weights, so that a fresh layer keeps contrast instead of averaging it away.
         self.weight = nn.Parameter(torch.randn(channels, in_shape[0], kernel, kernel) ** 3)
         self.bias = nn.Parameter(torch.zeros(channels))
-        self._summed: tuple[Tensor, int, float] | None = None
 
     @property
     def lipschitz(self) -> float:
-        """The largest sum of absolute weights of an output, rounded up; summed anew when they were written to."""
-        version = -1 if self.weight.is_inference() else self.weight._version
-        if self._summed is None or self._summed[0] is not self.weight or self._summed[1] != version:
-            largest = float(self.weight.detach().double().abs().flatten(1).sum(1).max()) * (1.0 + 1e-12)
-            self._summed = self.weight, version, largest
-        return self._summed[2]
+        """The largest sum of absolute weights of an output, rounded up."""
+        return float(self.weight.detach().double().abs().flatten(1).sum(1).max()) * (1.0 + 1e-12)
 
     @property
     def offset(self) -> float:
@@ -176,11 +173,12 @@ class BoundedConv(nn.Module):
 
     @property
     def roundings(self) -> int:
-        """On the way of one input: its product and the sums, of both signs of weights apart if bounds are computed."""
+        """On the way of one input: its product and the sums, of both signs of weights apart if bounds are computed. Sums in
+        float64 round far less; those of an exported network, which are in float32, as much."""
         return self.weight[0].numel() + 3
 
     def forward(self, x: Tensor) -> Tensor:
-        return _ordered(functional.conv2d(x, self.weight, self.bias, self.stride))
+        return _ordered(patch_conv(x.double(), self.weight.double(), self.bias.double(), self.stride)).to(x.dtype)
 
     def trained(self, x: Tensor) -> Tensor:
         """The layer while it is trained: weights divided by their sums, differentiably."""
@@ -196,11 +194,12 @@ class BoundedConv(nn.Module):
 
     def bounds(self, lo: Tensor, hi: Tensor) -> tuple[Tensor, Tensor]:
         """The exact range of the convolution over a box of inputs; MaxMin is nondecreasing."""
-        rising, falling = self.weight.clamp(min=0.0), self.weight.clamp(max=0.0)
+        weight, bias = self.weight.double(), self.bias.double()
+        rising, falling = weight.clamp(min=0.0), weight.clamp(max=0.0)
 
         def end(low: Tensor, high: Tensor) -> Tensor:
-            least = functional.conv2d(high, falling, None, self.stride)
-            return _ordered(functional.conv2d(low, rising, self.bias, self.stride) + least)
+            least = patch_conv(high.double(), falling, None, self.stride)
+            return _ordered(patch_conv(low.double(), rising, bias, self.stride) + least).to(lo.dtype)
 
         return end(lo, hi), end(hi, lo)
 

@@ -10,13 +10,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from sortrl.errors import SortRLError
-from sortrl.nets.layers import patch_grid
+from sortrl.core.errors import SortRLError
+from sortrl.nets.layers import patch_conv, patch_grid
 from sortrl.nets.norm import Norm
 
 # Bounds are computed in float64. What they may lose by rounding is at most this many units per term of a sum.
 _DOUBLE = 2.0**-50
-_SINGLE = 2.0**-22  # scores are handed out in float32
+_TINY = 2.0**-1000  # or this, where products are too small for float64
+# Scores are handed out in float32: two of them lose at most this share of the larger one, or what is flushed to zero.
+_SINGLE = 2.0**-22
+_FLUSHED = 2.0**-123
+_LARGEST_SCORE = 1e38  # beyond it float32 might overflow, and two infinities tie
 
 Layer = nn.Linear | nn.Conv2d
 
@@ -38,6 +42,8 @@ class IntervalHead(nn.Module):
     >>> near.shape, bool((far <= near).all())
     (torch.Size([5, 3]), True)
     """
+
+    evaluated_in_double = True
 
     def __init__(
         self,
@@ -96,9 +102,10 @@ class IntervalHead(nn.Module):
         for layer in self._all():
             weight, bias = (part.abs() for part in _parameters(layer, torch.float64))
             size = _apply(layer, size, weight, bias)
-            error = _apply(layer, error, weight) + (weight[0].numel() + 4) * _DOUBLE * size
-        slack = 4.0 * float(error.max()) + _SINGLE * scores.abs().amax(1, keepdim=True)
-        return (scores.gather(1, action[:, None]) - scores - slack).scatter(1, action[:, None], math.inf)
+            error = _apply(layer, error, weight) + (weight[0].numel() + 4) * (_DOUBLE * size + _TINY)
+        largest_score = scores.abs().amax(1, keepdim=True)
+        lost = 4.0 * float(error.max()) + _in_single(largest_score)
+        return (scores.gather(1, action[:, None]) - scores - lost).scatter(1, action[:, None], math.inf)
 
     def leads_within(self, features: Tensor, half: Tensor, action: Tensor, careful: bool = False) -> Tensor:
         """Lower bounds (batch, n_actions) on how far ``action`` (batch,) leads each other action, its own entry infinite,
@@ -148,8 +155,8 @@ class IntervalHead(nn.Module):
         if careful:
             size = functional.linear(centre.abs() + radius, weight.abs(), bias.abs())
             handed = functional.linear(centre, weight, bias).abs() + functional.linear(radius, weight.abs())
-            lost = 2 * (centre.shape[1] + 4) * _DOUBLE * size + _SINGLE * handed
-            lowest = lowest - lost.amax(1, keepdim=True)
+            lost = 2 * (centre.shape[1] + 4) * (_DOUBLE * size + _TINY)
+            lowest = lowest - (lost + _in_single(handed)).amax(1, keepdim=True)
         return lowest.scatter(1, action[:, None], math.inf)
 
 
@@ -158,9 +165,16 @@ def _parameters(layer: Layer, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return layer.weight.to(dtype), layer.bias.to(dtype)
 
 
+def _in_single(largest: Tensor) -> Tensor:
+    """What a lead loses when scores of up to ``largest`` are rounded to float32; everything if they might overflow."""
+    return torch.where(largest < _LARGEST_SCORE, _SINGLE * largest + _FLUSHED, math.inf)
+
+
 def _apply(layer: Layer, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """What the layer does, with these weights for its own."""
+    """What the layer does, with these weights for its own. Bounds on rounding, in float64, are those of plain sums."""
     if isinstance(layer, nn.Conv2d):
+        if x.dtype == torch.float64:
+            return patch_conv(x, weight, bias, layer.stride[0])
         return functional.conv2d(x, weight, bias, layer.stride)
     return functional.linear(x.flatten(1), weight, bias)
 
@@ -168,7 +182,7 @@ def _apply(layer: Layer, x: Tensor, weight: Tensor, bias: Tensor | None = None) 
 def _centred(lo: Tensor, hi: Tensor, careful: bool) -> tuple[Tensor, Tensor]:
     """Centre and radius of a box that holds [lo, hi]."""
     centre, radius = (lo + hi) / 2, (hi - lo) / 2
-    return centre, radius + _DOUBLE * (centre.abs() + radius) if careful else radius
+    return centre, radius + (_DOUBLE * (centre.abs() + radius) + _TINY) if careful else radius
 
 
 def _interval(layer: Layer, centre: Tensor, radius: Tensor, careful: bool) -> tuple[Tensor, Tensor]:
@@ -178,10 +192,11 @@ def _interval(layer: Layer, centre: Tensor, radius: Tensor, careful: bool) -> tu
     if not careful:
         return out, _apply(layer, radius, weight.abs())
     lost = (weight[0].numel() + 4) * _DOUBLE  # of |W| (|c| + r) + |b|, as :func:`_lost` has it, in the same product
-    return out, _apply(layer, lost * centre.abs() + (1.0 + lost) * radius, weight.abs(), lost * bias.abs())
+    offset = lost * bias.abs() + (weight[0].numel() + 4) * _TINY
+    return out, _apply(layer, lost * centre.abs() + (1.0 + lost) * radius, weight.abs(), offset)
 
 
 def _lost(layer: Layer, centre: Tensor, radius: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     """A bound on the rounding of a layer and of the radius of its outputs, in float64."""
     size = _apply(layer, centre.abs() + radius, weight.abs(), bias.abs())
-    return (weight[0].numel() + 4) * _DOUBLE * size
+    return (weight[0].numel() + 4) * (_DOUBLE * size + _TINY)

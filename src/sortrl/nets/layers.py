@@ -21,9 +21,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from sortrl import ops
-from sortrl.errors import SortRLError
+from sortrl.core.errors import SortRLError
 
 LARGEST_MIX = 100_000
+FEW_PATCHES = 16  # per image: measured, on one core
 
 
 def truncated_mix(rho: float, fan_in: int, tolerance: float = 1e-4) -> Tensor:
@@ -86,8 +87,8 @@ class SortLinear(nn.Module):
 
     @property
     def lipschitz(self) -> float:
-        """Sum of the mix: a change of x by at most d moves every sorted distance by at most d."""
-        return math.fsum(map(abs, self.mix.tolist()))
+        """Sum of the mix: a change of x by at most d moves every sorted distance by at most d. A maximum has no mix."""
+        return 1.0 if len(self.mix) == 1 else math.fsum(map(abs, self.mix.tolist()))
 
     @property
     def roundings(self) -> int:
@@ -106,6 +107,8 @@ class SortLinear(nn.Module):
 
     def bounds(self, lo: Tensor, hi: Tensor) -> tuple[Tensor, Tensor]:
         """The exact range of the layer over a box of inputs."""
+        if len(self.mix) == 1:
+            return ops.max_bounds(lo, hi, self.weight)
         return ops.sort_bounds(lo, hi, self.weight, self.mix.to(lo.dtype))
 
     def extra_repr(self) -> str:
@@ -206,6 +209,23 @@ class MeanShift(nn.Module):
         with torch.no_grad():
             self.running_mean.copy_(torch.where(seen, self.running_mean.lerp(mean, self.momentum), self.running_mean))
         return x - mean
+
+
+def patch_conv(x: Tensor, weight: Tensor, bias: Tensor | None, stride: int) -> Tensor:
+    """A convolution as one product of matrices, patches by weights: every output is a plain sum of its products.
+
+    ``conv2d`` promises no such thing. For small kernels some builds of torch compute it by Winograd's algorithm, whose
+    intermediate numbers round far more than the sum does, and only for some sizes of a batch.
+    """
+    kernel = weight.shape[-1]
+    height, width = patch_grid("patch_conv", (x.shape[1], x.shape[2], x.shape[3]), kernel, stride)
+    columns = functional.unfold(x, kernel, stride=stride)  # (batch, weights, patches)
+    if height * width < FEW_PATCHES:  # a product per image would be one with a vector
+        rows = columns.transpose(1, 2).flatten(0, 1) @ weight.flatten(1).T
+        y = rows.reshape(len(x), height * width, len(weight)).transpose(1, 2)
+    else:
+        y = weight.flatten(1) @ columns
+    return (y if bias is None else y + bias[:, None]).reshape(len(x), len(weight), height, width)
 
 
 def patch_grid(layer: str, in_shape: tuple[int, int, int], kernel: int, stride: int) -> tuple[int, int]:

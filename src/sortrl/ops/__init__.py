@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from sortrl.errors import SortRLError
+from sortrl.core.errors import SortRLError
 from sortrl.ops import cpu, reference
 from sortrl.ops.backend import BACKENDS, backend_for, use_backend
 from sortrl.ops.dispatch import lp_dist_op, max_dist_op, sort_dist_op

@@ -8,7 +8,7 @@ from contextvars import ContextVar
 
 from torch import Tensor
 
-from sortrl.errors import SortRLError
+from sortrl.core.errors import SortRLError
 from sortrl.ops import cpu
 
 BACKENDS = ("auto", "cpu", "triton", "reference")

@@ -15,7 +15,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from sortrl.errors import SortRLError
+from sortrl.core.errors import SortRLError
 
 INSTRUCTION_SETS = ("avx512", "avx2", "baseline")
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.library import custom_op
 
-from sortrl.errors import SortRLError
+from sortrl.core.errors import SortRLError
 from sortrl.ops import cpu
 from sortrl.ops.backend import backend_for
 

@@ -8,12 +8,9 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
 
-from sortrl.files import atomic_path
 from sortrl.report.chart import Axis, Bars, Floats, Line, Panel, axis
-from sortrl.report.figures import draw_panel
+from sortrl.report.figures import canvas, draw_panel, save
 
 
 @dataclass(frozen=True)
@@ -53,8 +50,7 @@ def save_certificate(content: CertificateFigure, path: Path) -> None:
     """Draw ``content`` as a PNG."""
     panels = (_share_panel(content), _histogram_panel(content), _return_panel(content))
     scenes = content.scenes
-    figure = Figure(figsize=(12.0, 3.6 + (2.6 if scenes else 0.0)), dpi=150, facecolor="white", layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = canvas(12.0, 3.6 + (2.6 if scenes else 0.0))
     rows = figure.add_gridspec(2, 1, height_ratios=(1.3, 1.0)) if scenes else figure.add_gridspec(1, 1)
     above = rows[0].subgridspec(1, len(panels), wspace=0.08)
     for index, (panel, title) in enumerate(zip(panels, ("Certified share", "Radii", "Return"), strict=True)):
@@ -71,8 +67,7 @@ def save_certificate(content: CertificateFigure, path: Path) -> None:
             ax.set(xticks=[], yticks=[])
             ax.set_title(scene.caption, fontsize=8.5)
     figure.suptitle(content.title, fontsize=11, fontweight="bold", x=0.01, ha="left")
-    with atomic_path(path) as temporary:
-        figure.savefig(temporary, format="png", metadata={"Software": None})
+    save(figure, path)
 
 
 def _share_panel(content: CertificateFigure) -> Panel:

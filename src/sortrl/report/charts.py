@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from sortrl.report.chart import Axis, Bars, Chart, Dots, Line, Panel, Rule, axis
-from sortrl.report.run import Row, Run
+from sortrl.report.model import Row, Run
 from sortrl.report.words import number, percent, plus_minus, rounded_down, short
 
 MOST_POINTS = 500

@@ -1,4 +1,5 @@
-"""Charts as PNG for papers and slides: the same descriptions, drawn by matplotlib without its global state."""
+"""Pictures for papers and slides: every PNG of the package is drawn here or on the canvas that this module gives, by matplotlib
+without its global state. The same content gives the same bytes."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from typing import Any
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from sortrl.files import atomic_path
+from sortrl.core.files import atomic_path
 from sortrl.report.chart import Chart, Panel
 
 # Okabe and Ito's colours, which colour-blind readers can tell apart; the page has the same in its style sheet.
@@ -27,11 +28,33 @@ WIDTH, HEIGHT = 6.4, 2.7  # inches
 _LONGEST = 48  # characters of a label
 
 
+def canvas(width: float, height: float) -> Figure:
+    """An empty white figure of that size in inches, which nothing but :func:`save` needs to know of."""
+    figure = Figure(figsize=(width, height), layout="constrained", facecolor="white")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def panels(rows: int, columns: int, **options: Any) -> tuple[Figure, Any]:
+    """A figure and its axes (rows, columns), with a light grid and small numbers."""
+    figure = canvas(3.3 * columns, 2.9 * rows)
+    axes = figure.subplots(rows, columns, squeeze=False, **options)
+    for axis in axes.flat:
+        axis.grid(alpha=0.25)
+        axis.tick_params(labelsize=8)
+    return figure, axes
+
+
+def save(figure: Figure, path: Path, dpi: int = 150) -> None:
+    """Write a figure as PNG, atomically."""
+    with atomic_path(path) as temporary:
+        figure.savefig(temporary, format="png", dpi=dpi, metadata={"Software": None})
+
+
 def save_png(chart: Chart, path: Path, title: str) -> None:
     """Draw ``chart`` on white at 200 dots per inch; the same chart gives the same bytes."""
     ratios = [panel.height for panel in chart.panels]
-    figure = Figure(figsize=(WIDTH, HEIGHT * sum(ratios) + 0.75), dpi=200, facecolor="white", layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = canvas(WIDTH, HEIGHT * sum(ratios) + 0.75)
     grid = figure.add_gridspec(len(ratios), 1, height_ratios=ratios)
     axes = [figure.add_subplot(grid[index, 0]) for index in range(len(ratios))]
     for ax, panel in zip(axes, chart.panels, strict=True):
@@ -46,8 +69,7 @@ def save_png(chart: Chart, path: Path, title: str) -> None:
         text = {"fontsize": 8, "labelcolor": _INK, "frameon": False, "borderaxespad": 0.2}
         columns = min(len(labels), 2)
         axes[0].legend(handles, labels, loc="lower left", bbox_to_anchor=(0.0, 1.0), ncols=columns, **text)
-    with atomic_path(path) as temporary:
-        figure.savefig(temporary, format="png", metadata={"Software": None})
+    save(figure, path, dpi=200)
 
 
 def draw_panel(ax: Any, panel: Panel) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
-from sortrl.errors import SortRLError
+from sortrl.core.errors import SortRLError
 
 _MISSING = object()
 LARGEST = 1e15  # no quantity of a run comes near; what is larger is damage

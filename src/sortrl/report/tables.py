@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from sortrl.report.run import Run
+from sortrl.report.model import Run
 from sortrl.report.words import NONE, decimals_of, fixed, number, percent, raw_rows, rounded_down, short
 
 

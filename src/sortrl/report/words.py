@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from decimal import ROUND_DOWN, Decimal
 
-from sortrl.report.run import Row, Run
+from sortrl.report.model import Row, Run
 
 NONE = "–"
 

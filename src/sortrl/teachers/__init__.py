@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sortrl.teachers.architecture import Architecture
+from sortrl.nets.architecture import Architecture
 from sortrl.teachers.config import (
     DQN_TEACHERS,
     PQN_TEACHERS,
@@ -13,15 +13,15 @@ from sortrl.teachers.config import (
     teacher_preset,
 )
 from sortrl.teachers.hardening import HardenConfig, hardened
-from sortrl.teachers.load import load_teacher
-from sortrl.teachers.normalization import load_normalizer, save_normalizer
+from sortrl.teachers.load.load import load_teacher
+from sortrl.teachers.load.vecnormalize import load_normalizer, save_normalizer
 from sortrl.teachers.quantizing import quantized
 from sortrl.teachers.sampling import sampled
 from sortrl.teachers.smoothing import smoothed
 from sortrl.teachers.starting import decided_at_start
 from sortrl.teachers.steadying import SteadyConfig, steadied
 from sortrl.teachers.teacher import Teacher
-from sortrl.teachers.train import train_teacher
+from sortrl.teachers.train_sb3 import train_teacher
 
 __all__ = [
     "DQN_TEACHERS",

@@ -85,5 +85,9 @@ class Evolution:
             if value.shape != self.mean.shape or not np.isfinite(value).all():
                 raise ValueError(f"{name} of shape {value.shape}, expected {self.mean.shape} and finite numbers")
             setattr(self, name, value)
-        generation, self.sigma = map(float, np.asarray(state["counts"], np.float64))
-        self.generation = int(generation)
+        generation, sigma = map(float, np.asarray(state["counts"], np.float64))
+        if not (0 <= generation < 2**53 and 0 < sigma < math.inf and (self.variance >= 0).all()):
+            raise ValueError(
+                f"generation {generation:g}, step size {sigma:g} and variances, expected no negative numbers"
+            )
+        self.generation, self.sigma = int(generation), sigma

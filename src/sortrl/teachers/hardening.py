@@ -19,13 +19,15 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from sortrl.checkpoint import Checkpoint, damage_named, part, prefixed
-from sortrl.envs import EnvInfo, EnvSlots, Fleet, describe
-from sortrl.errors import SortRLError
-from sortrl.teachers.grading import Progress, one_thread
-from sortrl.teachers.load import check_fit
+from sortrl.core.checkpoint import Checkpoint, damage_named, part, prefixed
+from sortrl.core.errors import SortRLError
+from sortrl.core.identity import fingerprint
+from sortrl.core.seeding import one_thread
+from sortrl.envs import EnvInfo, EnvSlots, Episode, Fleet, describe, play_episodes
+from sortrl.teachers.grading import Progress
+from sortrl.teachers.load.load import check_fit
 from sortrl.teachers.proximal import Rollout, improve, size_of_returns
-from sortrl.teachers.teacher import Teacher, fingerprint
+from sortrl.teachers.teacher import Teacher
 
 CHECKED = 4  # states of the training that are compared with the teacher on fresh episodes at the end
 CRITIC = 128  # width of its two hidden layers
@@ -188,7 +190,7 @@ def hardened(
     They are compared on fresh episodes under attacks of all sizes, so at worst the teacher comes back as it was. With ``out_dir``
     the training is kept there, and the same call continues it to the same result.
 
-    >>> from sortrl.normalizer import Normalizer
+    >>> from sortrl.core.normalizer import Normalizer
     >>> from sortrl.teachers import Architecture
     >>> architecture = Architecture(obs_shape=(4,), n_actions=2, hidden=(8,), activation="Tanh")
     >>> pilot = Teacher(architecture.build(), Normalizer.identity((4,)), 2, "pilot", "ppo", architecture)
@@ -255,19 +257,17 @@ def returns_under_attack(teacher: Teacher, info: EnvInfo, config: HardenConfig) 
     calm = round(config.calm * n)
     sizes = torch.cat([torch.zeros(calm), torch.linspace(0, config.eps, n - calm)])
     seeds = np.random.SeedSequence([config.seed, 8]).generate_state(n) >> 1  # hashed: no episodes of an evaluation
-    adversary, returns, playing = Adversary(teacher, info, config.attack_steps), np.zeros(n), np.arange(n)
+    adversary = Adversary(teacher, info, config.attack_steps)
+
+    def act(episodes: list[Episode]) -> npt.NDArray[np.int64]:
+        unit = teacher.normalize(np.stack([episode.obs for episode in episodes]))
+        shown = adversary(teacher.body, unit, sizes[[episode.number for episode in episodes]])
+        actions: npt.NDArray[np.int64] = teacher.scores(shown).argmax(1).numpy()
+        return actions
+
     with EnvSlots(info.env_id, n) as slots:
-        obs = np.stack([slots.reset(slot, int(seed)).copy() for slot, seed in enumerate(seeds)])
-        while len(playing):
-            shown = adversary(teacher.body, teacher.normalize(obs[playing]), sizes[playing])
-            actions = teacher.scores(shown).argmax(1).numpy()
-            going = np.ones(len(playing), bool)
-            for place, slot in enumerate(playing):
-                obs[slot], reward, done = slots.step(int(slot), int(actions[place]))
-                returns[slot] += reward
-                going[place] = not done
-            playing = playing[going]
-    return returns
+        played = play_episodes(slots, seeds.tolist(), act, Episode)
+    return np.array([episode.total for episode in played])
 
 
 def _numbered(kept: list[dict[str, Tensor]]) -> dict[str, Tensor]:

@@ -12,7 +12,7 @@ from stable_baselines3.common.vec_env import VecEnv
 from torch import Tensor, nn
 
 from sortrl.envs.procgen import TRAIN_LEVELS, ProcgenEnv, make_pool
-from sortrl.teachers.architecture import Architecture
+from sortrl.nets.architecture import Architecture
 
 
 class PoolVecEnv(VecEnv):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from sortrl.errors import SortRLError
+from sortrl.core.errors import SortRLError
 from sortrl.teachers.teacher import Teacher
 
 
@@ -30,7 +30,7 @@ def quantized(teacher: Teacher, levels: int) -> Teacher:
     """The teacher, seeing pixels rounded to ``levels`` brightnesses.
 
     >>> import torch
-    >>> from sortrl.normalizer import Normalizer
+    >>> from sortrl.core.normalizer import Normalizer
     >>> brightness = Teacher(nn.Flatten(), Normalizer.from_pixels((1, 1, 2)), 2)
     >>> quantized(brightness, 2).scores(torch.tensor([[[[0.3, 0.8]]]])).tolist()
     [[0.0, 1.0]]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from sortrl.errors import SortRLError
+from sortrl.core.errors import SortRLError
 from sortrl.teachers.teacher import Teacher
 
 
@@ -29,7 +29,7 @@ def sampled(teacher: Teacher, seed: int = 0) -> Teacher:
     is sampled at the perturbed state; whether it was *changed* by the attack cannot be told apart from chance.
 
     >>> from sortrl.teachers import Architecture
-    >>> from sortrl.normalizer import Normalizer
+    >>> from sortrl.core.normalizer import Normalizer
     >>> architecture = Architecture((4,), 2, (8,), "Tanh")
     >>> agent = Teacher(architecture.build(), Normalizer.identity((4,)), 2, algorithm="ppo", architecture=architecture)
     >>> sorted(set(sampled(agent).scores(torch.zeros(64, 4)).argmax(1).tolist()))

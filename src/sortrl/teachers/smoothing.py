@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from sortrl.errors import SortRLError
+from sortrl.core.errors import SortRLError
 from sortrl.teachers.teacher import Teacher
 
 SAMPLES = 64

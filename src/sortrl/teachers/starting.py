@@ -6,9 +6,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from sortrl.core.errors import SortRLError
 from sortrl.envs import EnvSlots
-from sortrl.errors import SortRLError
-from sortrl.teachers.load import check_fit
+from sortrl.teachers.load.load import check_fit
 from sortrl.teachers.teacher import Teacher
 
 STARTS = 64

@@ -17,14 +17,15 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from sortrl.checkpoint import damage_named
-from sortrl.envs import EnvSlots
-from sortrl.errors import SortRLError
-from sortrl.files import read_tensors, write_tensors
+from sortrl.core.checkpoint import damage_named
+from sortrl.core.errors import SortRLError
+from sortrl.core.files import read_tensors, write_tensors
+from sortrl.core.identity import check_same, fingerprint
+from sortrl.core.seeding import one_thread
+from sortrl.envs import EnvSlots, Episode, play_episodes
 from sortrl.teachers.evolution import STATE, Evolution
-from sortrl.teachers.grading import one_thread
-from sortrl.teachers.load import check_fit
-from sortrl.teachers.teacher import Teacher, fingerprint
+from sortrl.teachers.load.load import check_fit
+from sortrl.teachers.teacher import Teacher
 
 FORMAT = "sortrl-steadying-1"
 FILE_NAME = "steadying.safetensors"
@@ -159,23 +160,21 @@ def play(
     which = np.repeat(np.arange(n), per)
     attacked = np.tile(np.arange(per) >= (per + 1) // 2, n) & (eps_attack > 0)
     sizes = torch.from_numpy(np.where(attacked, eps_attack, eps)).float()
-    returns, steps, steady = np.zeros((3, n * per))
+    held = np.zeros(n * per)
+
+    def act(episodes: list[Episode]) -> Array:
+        playing = np.array([episode.number for episode in episodes])
+        unit = teacher.normalize(np.stack([episode.obs for episode in episodes]))
+        actions, pushed = variants.decide(unit, torch.from_numpy(which[playing]), sizes[playing])
+        held[playing] += (actions == pushed).numpy()
+        chosen: Array = np.where(attacked[playing], pushed.numpy(), actions.numpy())
+        return chosen
+
     with EnvSlots(env_id, n * per) as slots:
-        obs = np.stack([slots.reset(slot, seeds[slot % per]).copy() for slot in range(n * per)])
-        playing = np.arange(n * per)
-        while len(playing):
-            unit = teacher.normalize(obs[playing])
-            actions, pushed = variants.decide(unit, torch.from_numpy(which[playing]), sizes[playing])
-            steps[playing] += 1
-            steady[playing] += (actions == pushed).numpy()
-            played = np.where(attacked[playing], pushed.numpy(), actions.numpy())
-            going = np.ones(len(playing), bool)
-            for place, slot in enumerate(playing):
-                obs[slot], reward, done = slots.step(int(slot), int(played[place]))
-                returns[slot] += reward
-                going[place] = not done
-            playing = playing[going]
-    returns, steps, steady = (total.reshape(n, per) for total in (returns, steps, steady))
+        played = play_episodes(slots, list(seeds) * n, act, Episode)
+    returns = np.array([episode.total for episode in played]).reshape(n, per)
+    steps = np.array([episode.steps for episode in played]).reshape(n, per)
+    steady = held.reshape(n, per)
     calm = ~attacked[:per]
     hurt = returns[:, ~calm] if not calm.all() else returns
     return Played(returns[:, calm].mean(1), hurt.mean(1), steady[:, calm].sum(1) / steps[:, calm].sum(1))
@@ -205,7 +204,7 @@ def steadied(
     fresh episodes, and the best of them all is returned: at worst the teacher itself. With ``out_dir`` the search is kept there
     after every generation, and the same call continues it.
 
-    >>> from sortrl.normalizer import Normalizer
+    >>> from sortrl.core.normalizer import Normalizer
     >>> from sortrl.teachers import Architecture
     >>> architecture = Architecture(obs_shape=(4,), n_actions=2, hidden=(), activation="Tanh")
     >>> weights = {"1.weight": torch.tensor([[0.0] * 4, [0.0, 0.5, 5.0, 1.0]]), "1.bias": torch.zeros(2)}
@@ -260,8 +259,10 @@ def _restored(search: Evolution, path: Path | None, identity: dict[str, Any]) ->
     if path is None or not path.exists():
         return []
     tensors, metadata = read_tensors(path)
-    if metadata.get("format") != FORMAT or metadata.get("identity") != identity:
-        raise SortRLError(f"{path} belongs to another search. Use another directory, or delete it to start over.")
+    advice = "Use another directory, or delete it to start over."
+    if metadata.get("format") != FORMAT:
+        raise SortRLError(f"{path} has format {metadata.get('format')!r}, expected {FORMAT!r}. {advice}")
+    check_same(metadata.get("identity"), identity, f"{path} belongs to another search", advice)
     with damage_named(path, "Delete it to start this search over."):
         search.restore({name: tensors[name].numpy() for name in (*STATE, "counts")})
         kept = [tensors[f"kept.{number}"].double().numpy() for number in range(len(tensors) - len(STATE) - 1)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +10,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from sortrl.errors import SortRLError
-from sortrl.files import read_tensors, write_tensors
-from sortrl.normalizer import Normalizer, stored_normalizer
-from sortrl.teachers.architecture import Architecture
+from sortrl.core.errors import SortRLError
+from sortrl.core.files import read_tensors, write_tensors
+from sortrl.core.normalizer import Normalizer, stored_normalizer
+from sortrl.nets.architecture import Architecture
 
 FILE_NAME = "teacher.safetensors"
 FORMAT = "sortrl-teacher-1"
@@ -23,7 +22,7 @@ ACTOR_CRITICS = ("ppo", "a2c", "trpo", "actor-critic")
 
 
 class Teacher(nn.Module):
-    """A frozen agent with discrete actions. It satisfies :class:`sortrl.records.Policy`.
+    """A frozen agent with discrete actions. It satisfies :class:`sortrl.core.records.Policy`.
 
     ``body`` maps unit-space observations to scores: logits of an actor-critic, action values of a Q-learner. The
     teacher takes it over: it is put in evaluation mode for good and its parameters get no gradients (its inputs do).
@@ -148,12 +147,6 @@ class Teacher(nn.Module):
             str(metadata.get("algorithm")),
             architecture,
         )
-
-
-def fingerprint(network: nn.Module) -> str:
-    """Tells one set of weights from another."""
-    parts = [tensor.double().contiguous().numpy().tobytes() for tensor in network.state_dict().values()]
-    return hashlib.sha256(b"".join(parts)).hexdigest()[:16]
 
 
 class CallableBody(nn.Module):

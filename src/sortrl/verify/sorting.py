@@ -1,235 +1,189 @@
-"""Sort networks as their files describe them, with or without a linear head, in plain NumPy."""
+"""Sort networks as their files describe them, with or without a linear head, in plain NumPy.
+
+The policy computes the sort layers in float32. How far that is from what is computed here in float64 is bounded stage by stage:
+a stage of constant c whose outputs meet n roundings, each of at most a share u, and whose inputs are wrong by at most e, has outputs
+that are wrong by at most (1 + g) c e + g Y + n t, where g = n u / (1 - n u), Y is the largest exact output and t is what one
+rounding can lose to underflow. See docs/certificates.md, Lemma 2.
+"""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from itertools import pairwise
-from typing import Any
+from functools import cached_property
 
 import numpy as np
 
+from sortrl.verify import intervals
+from sortrl.verify.described import SortDescription
 from sortrl.verify.reading import Array, Doubles
 
 _DISTANCES_AT_ONCE = 1 << 23
 _LARGEST_RADIUS = 8.0  # of those that are sought behind a head
-_BISECTIONS = 60
+_SINGLE = (2.0**-24, 2.0**-123)
+"""Of float32: the share that one rounding loses at most, and what is lost where numbers below 2^-126 are flushed to zero."""
+_DOUBLE = (2.0**-53, 2.0**-1019)
+_UP = 1.0 + 1e-9  # the bounds are computed in float64 themselves
+_LARGEST_PROVEN = 2.0**100  # beyond it a sum on the way might overflow in float32
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What became of some states."""
+
+    features: Doubles
+    """What the sort layers give: without a head, the scores."""
+    sizes: list[Doubles]
+    """The largest number (batch,) behind each stage."""
 
 
 @dataclass(frozen=True)
 class SortNetwork:
     """The evaluation network as its file describes it."""
 
-    crop: tuple[int, int, int, int]
-    pool: int
-    pixels: tuple[int, ...]
-    """Places in what crop and pool leave, flattened: nothing else is seen. None: all of it."""
+    shape: SortDescription
     bounded: list[tuple[Doubles, Doubles, int]]
     """Weights, biases and strides of the convolutions with bounded weights, which come before the factor."""
-    factor: Doubles
-    conv: list[tuple[int, int, int]]
-    """Channels, kernel and stride of the first layers, which see patches."""
+    factor: float | None
     weights: list[Doubles]
     means: list[Doubles]
+    """Those that are taken away behind each layer; behind the last one, the negative bias."""
     mixes: list[Doubles]
-    bias: Doubles
-    head: list[tuple[Doubles, Doubles]]
-    """Weights and biases of the linear layers, if there are any."""
+    head: list[intervals.Layer]
+    """Linear layers, if there are any."""
 
-    def seen(self, obs_shape: tuple[int, ...]) -> tuple[int, ...]:
-        """What crop, pool and the choice of pixels leave of an observation."""
-        if min(obs_shape, default=0) < 1 or min(self.crop) < 0 or self.pool < 1:
-            raise ValueError(f"obs_shape {obs_shape}, crop {self.crop}, pool {self.pool}")
-        shape = obs_shape
-        if self.pool > 1 or any(self.crop):
-            (channels, height, width), (top, bottom, left, right) = obs_shape, self.crop
-            shape = channels, max(0, (height - top - bottom) // self.pool), max(0, (width - left - right) // self.pool)
-        if not self.pixels:
-            return shape
-        # A negative place would be counted from the end, and what comes before convolutions must be an image.
-        size, several = math.prod(shape), len(set(self.pixels)) < len(self.pixels)
-        if several or min(self.pixels) < 0 or max(self.pixels) >= size or self.conv or self.bounded:
-            raise ValueError(f"pixels outside 0..{size - 1}, or several times, or before convolutions")
-        return (len(self.pixels),)
+    rows = 256
+    """States at a time."""
+    bisections = 60
+
+    @cached_property
+    def stages(self) -> list[tuple[float, int]]:
+        """Constant and number of roundings of each step that computes."""
+        found = [(1.0, self.shape.pool**2 + 1)] if self.shape.pool > 1 else []
+        # A product, the sums of both signs of weights, the bias.
+        found += [(_row_sum(weight) * (1.0 + 1e-12), weight[0].size + 3) for weight, _, _ in self.bounded]
+        found += [] if self.factor is None else [(self.factor, 1)]
+        for mix in self.mixes:
+            found += [(math.fsum(mix), 1 if len(mix) == 1 else len(mix) + 1), (1.0, 1)]
+        return found
+
+    @cached_property
+    def _features_lipschitz(self) -> float:
+        return math.prod(constant for constant, _ in self.stages)
 
     @property
     def lipschitz(self) -> float:
-        sums = [np.abs(weight).reshape(len(weight), -1).sum(1).max() for weight, _, _ in self.bounded]
-        return float(self.factor.max() * math.prod(sums)) * math.prod(math.fsum(mix) for mix in self.mixes)
+        """With a head a loose bound, on which nothing rests."""
+        return self._features_lipschitz * math.prod(_row_sum(layer.weight) for layer in self.head)
 
-    def judge(self, states: Doubles) -> tuple[Doubles, Doubles]:
-        """Scores (batch, actions), and the largest radius (batch,) that can be proven for the best action."""
-        features = self._features(states)
-        scores = self._scores(features)
-        return scores, self._bound(features, scores.argmax(1))
-
-    def _scores(self, features: Doubles) -> Doubles:
-        """Of what the sort layers give, which without a head are the scores themselves."""
-        x = features
-        for index, (weight, bias) in enumerate(self.head):
-            x = (np.maximum(x, 0.0) if index else x) @ weight.T + bias
-        return x
-
-    def _bound(self, features: Doubles, action: Array) -> Doubles:
-        """The largest radius that margins, or intervals behind a head, allow."""
-        rows = np.arange(len(features))
-        if not self.head:
-            others = features.copy()
-            others[rows, action] = -np.inf
-            return np.asarray((features[rows, action] - others.max(1)) / (2.0 * self.lipschitz))
-        low, high = np.zeros(len(features)), np.full(len(features), _LARGEST_RADIUS)
-        for _ in range(_BISECTIONS):
-            middle = (low + high) / 2
-            holds = (self._leads(features, action, middle[:, None] * self.lipschitz) > 0).all(1)
-            low, high = np.where(holds, middle, low), np.where(holds, high, middle)
-        return np.where((self._leads(features, action, np.zeros((len(features), 1))) > 0).all(1), high, 0.0)
-
-    def _leads(self, features: Doubles, action: Array, reach: Doubles) -> Doubles:
-        """How far the action leads each other one at least while the features move by ``reach``; infinite for itself."""
-        lo, hi = features - reach, features + reach
-        for weight, bias in self.head[:-1]:
-            centre, radius = (lo + hi) / 2 @ weight.T + bias, (hi - lo) / 2 @ np.abs(weight).T
-            lo, hi = np.maximum(centre - radius, 0.0), np.maximum(centre + radius, 0.0)
-        weight, bias = self.head[-1]
-        leads = np.empty((len(features), len(weight)))
-        for other in range(len(weight)):
-            difference = weight[action] - weight[other]
-            middle = (difference * (lo + hi) / 2).sum(1) + bias[action] - bias[other]
-            leads[:, other] = middle - (np.abs(difference) * (hi - lo) / 2).sum(1)
-        leads[np.arange(len(features)), action] = np.inf
-        return leads
-
-    def _features(self, states: Doubles) -> Doubles:
-        """What the sort layers give."""
-        x = states
-        top, bottom, left, right = self.crop
-        if any(self.crop):
+    def look(self, states: Doubles) -> Seen:
+        x, sizes = states, []
+        top, bottom, left, right = self.shape.crop
+        if any(self.shape.crop):
             x = x[..., top : x.shape[-2] - bottom, left : x.shape[-1] - right]
-        if self.pool > 1:
-            x = _pooled(x, self.pool)
-        if self.pixels:
-            x = x.reshape(len(x), -1)[:, list(self.pixels)]
+        if self.shape.pool > 1:
+            sizes.append(_largest(x))
+            x = _pooled(x, self.shape.pool)
+        if self.shape.pixels:
+            x = x.reshape(len(x), -1)[:, list(self.shape.pixels)]
         for weight, bias, stride in self.bounded:
+            sizes.append(_row_sum(weight) * (1.0 + 1e-12) * _largest(x) + np.abs(bias).max())
             x = _bounded_layer(x, weight, bias, stride)
-        shape = x.shape[1:]
-        x = (x * self.factor).reshape(len(x), -1)
-        means = [*self.means, -self.bias]
-        for index, (weight, mix, mean) in enumerate(zip(self.weights, self.mixes, means, strict=True)):
-            if index < len(self.conv):
-                y, shape = _patch_layer(x, shape, weight, mix, *self.conv[index])
+        image = x.shape[1:]
+        x = x.reshape(len(x), -1)
+        if self.factor is not None:
+            x = x * self.factor
+            sizes.append(_largest(x))
+        for index, (weight, mix, mean) in enumerate(zip(self.weights, self.mixes, self.means, strict=True)):
+            if index < len(self.shape.conv):
+                y, image = _patch_layer(x, image, weight, mix, *self.shape.conv[index])
             else:
                 y = _sort_layer(x, weight, mix)
             x = y - mean
-        return -x
+            sizes += [_largest(y), _largest(x)]
+        return Seen(-x, sizes)
+
+    def scores(self, seen: Seen) -> Doubles:
+        return intervals.scores(self.head, seen.features) if self.head else seen.features
+
+    def leads(self, seen: Seen, action: Array, radius: Doubles) -> Doubles:
+        """How far ``action`` leads each other one at least (batch, actions), its own entry infinite, in the scores that the
+        policy computes for any input within ``radius`` (batch,)."""
+        half, rows = self._reach(seen, radius)[:, None], np.arange(len(radius))
+        if self.head:
+            lead = intervals.leads(self.head, seen.features - half, seen.features + half, action)
+            return np.where(np.isfinite(half), lead, -np.inf)
+        chosen = seen.features[rows, action][:, None]
+        lead = chosen - seen.features - 2.0 * half - 2.0**-50 * (np.abs(chosen) + np.abs(seen.features))
+        lead[rows, action] = np.inf
+        return np.asarray(lead)
+
+    def most(self, seen: Seen, action: Array) -> Doubles:
+        """No radius beyond this is sought: without a head, margin / (2 L)."""
+        if self.head:
+            return np.full(len(action), _LARGEST_RADIUS)
+        rows, others = np.arange(len(action)), seen.features.copy()
+        others[rows, action] = -np.inf
+        margin = seen.features[rows, action] - others.max(1)
+        return np.asarray(np.maximum(margin, 0.0) / (2.0 * self._features_lipschitz))
+
+    def overflows(self, seen: Seen) -> Array:
+        """Whether (batch,) numbers on the way are beyond float32."""
+        return np.asarray(~(np.max(seen.sizes, axis=0) < intervals.LARGEST_SINGLE))
+
+    def _reach(self, seen: Seen, radius: Doubles) -> Doubles:
+        """How far (batch,) a feature that the policy computes within ``radius`` can be from the one computed here."""
+        single = double = largest = np.zeros(len(radius))
+        gain = 1.0
+        for (constant, roundings), size in zip(self.stages, seen.sizes, strict=True):
+            gain *= constant
+            relative, lost = _gamma(roundings, _DOUBLE[0]), roundings * _DOUBLE[1]
+            exact = (size + lost) / (1.0 - relative) + constant * double
+            double = (1.0 + relative) * constant * double + relative * exact + lost
+            relative, lost = _gamma(roundings, _SINGLE[0]), roundings * _SINGLE[1]
+            exact = size + double + gain * radius
+            single = (1.0 + relative) * constant * single + relative * exact + lost
+            largest = np.maximum(largest, exact)
+        reach = gain * (1.0 + 1e-12) * radius + (single + double) * _UP
+        return np.where(largest < _LARGEST_PROVEN, reach, np.inf)
 
 
-def _wrong_shapes(network: SortNetwork, config: dict[str, Any]) -> list[str]:
-    """Numpy would stretch shapes that do not fit until they do; here each must be what the configuration says."""
-    shape = network.seen(tuple(map(int, config["obs_shape"])))
-    n_actions, width = int(config["n_actions"]), int(config["width"])
-    expected: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {}
-    for i, (channels, kernel, stride) in enumerate(_conv(config, "bounded_conv")):
-        weight, bias, _ = network.bounded[i]
-        expected |= {f"convolution {i}": (weight.shape, (channels, shape[0], kernel, kernel))}
-        expected |= {f"bias of convolution {i}": (bias.shape, (channels,))}
-        shape = (channels, *((size - kernel) // stride + 1 for size in shape[1:]))
-    pairs, outputs = [], []
-    for channels, kernel, stride in network.conv:
-        high, wide = ((size - kernel) // stride + 1 for size in shape[1:])
-        pairs.append((channels, shape[0] * kernel * kernel))
-        shape = (channels, high, wide)
-        outputs.append(math.prod(shape))
-    sizes = [math.prod(shape), *[width] * (len(network.weights) - len(pairs) - 1), width if network.head else n_actions]
-    pairs += [(b, a) for a, b in pairwise(sizes)]
-    outputs += sizes[1:]
-    expected |= {f"layer {i}": (w.shape, pairs[i]) for i, w in enumerate(network.weights)}
-    expected |= {f"mean {i}": (mean.shape, (outputs[i],)) for i, mean in enumerate(network.means)}
-    expected |= {"bias": (network.bias.shape, (outputs[-1],))}
-    head = [width, *map(int, config.get("hidden", [])), n_actions]
-    for i, (weight, bias) in enumerate(network.head):
-        expected |= {f"linear layer {i}": (weight.shape, (head[i + 1], head[i]))}
-        expected |= {f"bias of linear layer {i}": (bias.shape, (head[i + 1],))}
-    lines = [f"{name}: shape {got}, expected {wanted}" for name, (got, wanted) in expected.items() if got != wanted]
-    if network.factor.size != 1 or not 0 < float(network.factor.max()) < math.inf:
-        lines.append("the factor on the inputs: expected one positive number")
-    return lines
+def sort_network(weights: dict[str, Array], shape: SortDescription) -> SortNetwork:
+    """Of tensors that were found to be those of the description."""
 
-
-def sort_network(
-    weights: dict[str, Array], config: dict[str, Any], tensors: dict[str, Array]
-) -> tuple[SortNetwork, list[str]]:
-    """The network, and what does not fit: then nothing can be computed with it. ``tensors`` are those of the certificates."""
-    mixes = [tensors[f"mix.{index}"] for index in range(_layers(config))]
-    network = _read(weights, config, mixes)
-    return network, _wrong_mixes(mixes, network.weights, config) + _wrong_shapes(network, config)
-
-
-def _read(weights: dict[str, Array], config: dict[str, Any], mixes: list[Array]) -> SortNetwork:
     def double(name: str) -> Doubles:
         return weights[name].astype(np.float64)
 
-    head = [(double(f"head.layers.{i}.weight"), double(f"head.layers.{i}.bias")) for i in range(_linear_layers(config))]
-    weights = {name.removeprefix("trunk."): array for name, array in weights.items()}
-    depth = _layers(config)
-    factors = [name for name in weights if name.startswith("front.") and name.endswith(".factor")]
-    if len(factors) > 1 or int(config["depth"]) < 1:
-        raise ValueError(f"{len(factors)} factors on the inputs, depth {config['depth']}")
-    top, bottom, left, right = (int(border) for border in config["crop"])
+    inner = shape.prefix
+    bounded = [
+        (double(f"{inner}front.{i}.weight"), double(f"{inner}front.{i}.bias"), stride)
+        for i, (_, _, stride) in enumerate(shape.bounded, start=shape.first_bounded)
+    ]
+    layers = range(len(shape.fans))
     return SortNetwork(
-        crop=(top, bottom, left, right),
-        pool=int(config["pool"]),
-        pixels=_pixels(config),
-        factor=double(factors[0]) if factors else np.ones(1),
-        bounded=_bounded(weights, config),
-        conv=_conv(config),
-        weights=[double(f"layers.{index}.weight") for index in range(depth)],
-        means=[double(f"shifts.{index}.running_mean") for index in range(depth - 1)],
-        mixes=[mix.astype(np.float64) for mix in mixes],
-        bias=double("bias"),
-        head=head,
+        shape=shape,
+        bounded=bounded,
+        factor=None if shape.factor is None else float(weights[inner + shape.factor]),
+        weights=[double(f"{inner}layers.{i}.weight") for i in layers],
+        means=[*(double(f"{inner}shifts.{i}.running_mean") for i in layers[:-1]), -double(f"{inner}bias")],
+        mixes=[shape.mix(i) for i in layers],
+        head=[
+            intervals.Layer(double(f"head.layers.{i}.weight"), double(f"head.layers.{i}.bias"))
+            for i in range(len(shape.head or [0]) - 1)
+        ],
     )
 
 
-def _pixels(config: dict[str, Any]) -> tuple[int, ...]:
-    """Files of before pixels could be chosen do not mention them."""
-    pixels = tuple(config.get("pixels", []))
-    if any(type(place) is not int for place in pixels):
-        raise ValueError("pixels that are no whole numbers")
-    return pixels
+def _gamma(roundings: int, unit: float) -> float:
+    return roundings * unit / (1.0 - roundings * unit)
 
 
-def _conv(config: dict[str, Any], name: str = "conv") -> list[tuple[int, int, int]]:
-    """Files of before there were patches do not mention them."""
-    return [(int(channels), int(kernel), int(stride)) for channels, kernel, stride in config.get(name, [])]
+def _largest(x: Doubles) -> Doubles:
+    return np.asarray(np.abs(x.reshape(len(x), -1)).max(1))
 
 
-def _bounded(weights: dict[str, Array], config: dict[str, Any]) -> list[tuple[Doubles, Doubles, int]]:
-    """In the file they are numbered among the front ends, behind crop and pool."""
-    first = any(map(int, config["crop"])) + (int(config["pool"]) > 1)
-    return [
-        (weights[f"front.{i}.weight"].astype(np.float64), weights[f"front.{i}.bias"].astype(np.float64), stride)
-        for i, (_, _, stride) in enumerate(_conv(config, "bounded_conv"), start=first)
-    ]
-
-
-def _layers(config: dict[str, Any]) -> int:
-    return len(_conv(config)) + int(config["depth"])
-
-
-def _linear_layers(config: dict[str, Any]) -> int:
-    return len(config["hidden"]) + 1 if "hidden" in config else 0
-
-
-def _wrong_mixes(mixes: list[Array], weights: list[Doubles], config: dict[str, Any]) -> list[str]:
-    """The mix of a layer is (1 - rho) rho^j, cut and scaled to sum to 1; the first layer and those of patches take a maximum."""
-    lines, plain = [], max(1, len(_conv(config)))
-    for index, mix in enumerate(mixes):
-        rho, fan_in = float(config["rho"]) if index >= plain else 0.0, weights[index].shape[1]
-        expected = (1.0 - rho) * rho ** np.arange(len(mix), dtype=np.float64)
-        expected /= expected.sum()
-        if len(mix) > fan_in or (mix < 0).any() or np.abs(mix - expected).max() > 1e-6 or math.fsum(mix) > 1.0:
-            lines.append(f"mix of layer {index}: not that of rho = {rho:g} with sum at most 1")
-    return lines
+def _row_sum(weight: Doubles) -> float:
+    return float(np.abs(weight).reshape(len(weight), -1).sum(1).max())
 
 
 def _sort_layer(x: Doubles, weight: Doubles, mix: Doubles) -> Doubles:
@@ -239,6 +193,9 @@ def _sort_layer(x: Doubles, weight: Doubles, mix: Doubles) -> Doubles:
     cut = weight.shape[1] - len(mix)
     for begin in range(0, len(x), rows):
         distance = np.abs(x[begin : begin + rows, None, :] - weight[None])
+        if len(mix) == 1:
+            y[begin : begin + rows] = distance.max(2)
+            continue
         largest = np.partition(distance, cut, axis=2)[..., cut:] if cut else distance
         y[begin : begin + rows] = np.sort(largest, axis=2)[..., ::-1] @ mix
     return y

@@ -1,0 +1,36 @@
+"""Hooks of the documentation site: files that pages show but that live outside docs/."""
+
+from __future__ import annotations
+
+import posixpath
+import re
+from pathlib import Path
+from typing import Any
+
+from mkdocs.structure.files import File, Files
+
+ROOT = Path(__file__).resolve().parents[2]
+SHOWN = "assets/results"  # where results/ stands in the site
+_OUTSIDE = re.compile(r"\]\((?:\.\./)+(results/[\w.-]+|CHANGELOG\.md|CONTRIBUTING\.md|LICENSE|bench/README\.md)\)")
+
+
+def on_files(files: Files, config: Any) -> Files:
+    """Publish results/*.json and *.png, and the root's documents, beside the pages that link to them."""
+    for path in sorted((ROOT / "results").iterdir()):
+        files.append(File.generated(config, f"{SHOWN}/{path.name}", abs_src_path=str(path)))
+    for name in ("CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "bench/README.md"):
+        target = f"assets/{name.replace('/', '-')}.txt"
+        files.append(File.generated(config, target, abs_src_path=str(ROOT / name)))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """In the repository a page links to ../results/x.json; in the site that file is an asset."""
+    start = posixpath.dirname(page.file.src_uri)
+
+    def inside(match: re.Match[str]) -> str:
+        name = match[1]
+        target = f"{SHOWN}/{Path(name).name}" if name.startswith("results/") else f"assets/{name.replace('/', '-')}.txt"
+        return f"]({posixpath.relpath(target, start or '.')})"
+
+    return _OUTSIDE.sub(inside, markdown)

@@ -1,0 +1,5 @@
+"""``python -m sortrl``."""
+
+from sortrl.cli import main
+
+main()

@@ -1,0 +1,307 @@
+"""Returns, clean and under attack: a fixed list of seeded episodes, all played side by side to their end."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+
+from sortrl.attacks import Aimed, Attack
+from sortrl.attacks.schedule import Timing
+from sortrl.attacks.valid import valid_range
+from sortrl.core.errors import SortRLError
+from sortrl.core.records import EvalResult, Policy
+from sortrl.envs import EnvSlots, Episode, play_episodes
+from sortrl.nets import CertifiedPolicy
+
+__all__ = ["episode_seeds", "evaluate", "evaluate_curve", "valid_range"]
+
+Progress = Callable[[dict[str, Any]], None]
+SEEDS_PER_RUN = 1_000_000  # episodes of different run seeds never coincide
+SMALL = 1 << 24  # weights times states below which a second thread costs more to wake than it saves
+
+
+@dataclass(frozen=True)
+class _Answer:
+    """What is done in a state: the action, the radius at it, and whether an attack was tried and changed it."""
+
+    action: int
+    radius: float | None
+    attacked: bool
+    changed: bool
+    repeats: bool
+    """Whether the same observation would be answered in the same way again: nothing was drawn at random."""
+
+
+class _Episode(Episode):
+    """One episode under way at one eps."""
+
+    def __init__(self, number: int, seed: int, obs: npt.NDArray[Any], eps: float) -> None:
+        super().__init__(number, seed, obs)
+        self.eps = eps
+        self.answer: _Answer | None = None  # to ``obs``, once it is known
+        self.known: dict[bytes, _Answer] = {}  # answers of this episode that would be given again
+        self.radii: list[float] = []
+        self.actions: list[int] = []
+        self.changed = self.attacked = 0
+        self.queries = self.gradients = 0.0
+
+    def decide(self) -> int:
+        """The action of the answer, which is noted."""
+        answer = self.answer
+        assert answer is not None
+        if answer.repeats:
+            self.known[_key(self.obs)] = answer
+        self.actions.append(answer.action)
+        self.attacked += answer.attacked
+        self.changed += answer.changed
+        if answer.radius is not None:
+            self.radii.append(answer.radius)
+        return answer.action
+
+    def see(self, obs: npt.NDArray[Any], reward: float) -> None:
+        """The next observation. A game that stands still or goes round in circles asks the same questions again, and gets
+        the same answers."""
+        super().see(obs, reward)
+        self.answer = self.known.get(_key(obs))
+
+
+def _key(obs: npt.NDArray[Any]) -> bytes:
+    """What tells observations apart."""
+    return hashlib.blake2b(obs.tobytes(), digest_size=16).digest()
+
+
+def episode_seeds(seed: int, episodes: int) -> tuple[int, ...]:
+    """The seeds of the episodes of an evaluation: the same for every policy, so that comparisons are paired."""
+    if not 0 <= seed < 2000 or not 1 <= episodes <= SEEDS_PER_RUN:
+        raise SortRLError(
+            f"evaluate: seed is {seed} and episodes {episodes}, expected 0 <= seed < 2000 and at least one episode."
+        )
+    return tuple(seed * SEEDS_PER_RUN + index for index in range(episodes))
+
+
+def evaluate(
+    policy: Policy,
+    env: str,
+    attack: Attack | None = None,
+    eps: float = 0.0,
+    episodes: int = 20,
+    seed: int = 0,
+    *,
+    when: Timing | None = None,
+    slots: int = 64,
+    name: str | None = None,
+    skip_certified: bool = True,
+    progress: Progress | None = None,
+) -> EvalResult:
+    """Play ``episodes`` greedy episodes, each observation perturbed by ``attack`` within ``eps`` (unit space).
+
+    The list of episodes is fixed and each is played to its end: nothing favours short ones. With ``skip_certified`` the
+    attack is not run on states that are certified at eps, where it provably cannot change the action; the returns are
+    the same, sooner. So are they where an observation comes again in an episode and nothing random is involved: the answer is
+    the same, and is not computed again. ``when`` limits the attack to moments of its choice (:mod:`sortrl.attacks.schedule`).
+
+    >>> from sortrl.teachers import load_teacher
+    >>> pushes_right = load_teacher(lambda obs: np.ones(len(obs), dtype=int), env_id="CartPole-v1")
+    >>> evaluate(pushes_right, "CartPole-v1", episodes=3).mean < 20
+    True
+    """
+    return evaluate_curve(
+        policy,
+        env,
+        attack,
+        (eps,),
+        episodes,
+        seed,
+        when=when,
+        slots=slots,
+        name=name,
+        skip_certified=skip_certified,
+        progress=progress,
+    )[0]
+
+
+def evaluate_curve(
+    policy: Policy,
+    env: str,
+    attack: Attack | None,
+    eps_grid: Sequence[float],
+    episodes: int = 20,
+    seed: int = 0,
+    *,
+    when: Timing | None = None,
+    slots: int = 64,
+    name: str | None = None,
+    skip_certified: bool = True,
+    progress: Progress | None = None,
+) -> list[EvalResult]:
+    """:func:`evaluate` at several eps, one result each. The episodes of all of them are played side by side: a small
+    network takes hardly longer over many states than over a few.
+
+    Costs (queries, gradients, seconds) are shared out by the states that were attacked.
+    """
+    if not eps_grid or len({*eps_grid}) < len(eps_grid) or not all(0 <= eps < float("inf") for eps in eps_grid):
+        raise SortRLError(
+            f"evaluate: eps is {', '.join(map(str, eps_grid)) or 'missing'}, expected a finite number >= 0 in the policy's "
+            "input units, or several that differ."
+        )
+    seeds = episode_seeds(seed, episodes)
+    total = len(seeds) * len(eps_grid)
+    slots = min(slots, total)
+    choose = None if when is None else when.begin(policy, env)
+    player = _Player(policy, attack, skip_certified, choose, seed)
+    finished = 0
+
+    def act(episodes: list[_Episode]) -> list[int]:
+        player.answer([episode for episode in episodes if episode.answer is None])
+        return [episode.decide() for episode in episodes]
+
+    def ended(_: _Episode) -> None:
+        nonlocal finished
+        finished += 1
+        if progress is not None:
+            progress({"episodes": finished, "total": total})
+
+    started = time.monotonic()
+    with EnvSlots(env, slots) as envs, _threads_for(policy, slots):
+        player.low, player.high = valid_range(policy, envs.info)
+        played = play_episodes(
+            envs,
+            [one for _ in eps_grid for one in seeds],
+            act,
+            lambda number, one, obs: _Episode(number, one, obs, eps_grid[number // len(seeds)]),
+            ended,
+        )
+    seconds = time.monotonic() - started
+    steps = sum(episode.steps for episode in played)
+    points = [played[start : start + len(seeds)] for start in range(0, total, len(seeds))]
+    label = str(name or getattr(policy, "name", type(policy).__name__))
+    return [_result(policy, env, attack, when, label, point, seconds / steps) for point in points]
+
+
+def _result(
+    policy: Policy,
+    env: str,
+    attack: Attack | None,
+    when: Timing | None,
+    name: str,
+    episodes: list[_Episode],
+    seconds_per_step: float,
+) -> EvalResult:
+    """The record of one point; where eps is 0, nothing was attacked."""
+    attack = attack if episodes[0].eps > 0 else None
+    lengths = np.array([episode.steps for episode in episodes])
+    steps = int(lengths.sum())
+    certified = isinstance(policy, CertifiedPolicy)
+    return EvalResult(
+        env_id=env,
+        policy=name,
+        attack="none" if attack is None else attack.name,
+        eps_unit=float(episodes[0].eps),
+        seeds=tuple(episode.seed for episode in episodes),
+        returns=np.array([episode.total for episode in episodes]),
+        lengths=lengths,
+        changed_share=sum(episode.changed for episode in episodes) / steps,
+        radii=np.concatenate([episode.radii for episode in episodes]) if certified else None,
+        queries=round(sum(episode.queries for episode in episodes)),
+        gradients=round(sum(episode.gradients for episode in episodes)),
+        seconds=seconds_per_step * steps,
+        attacked_share=sum(episode.attacked for episode in episodes) / steps,
+        timing="every step" if when is None else when.name,
+        attack_parameters=_parameters(attack) | ({"when": _parameters(when)} if when is not None else {}),
+    )
+
+
+@contextmanager
+def _threads_for(policy: Policy, states: int) -> Iterator[None]:
+    """One thread for a network so small that more would wait for each other."""
+    threads = torch.get_num_threads()
+    if isinstance(policy, nn.Module) and len(policy.obs_shape) == 1:
+        weights = sum(weight.numel() for weight in policy.parameters())
+        torch.set_num_threads(1 if weights * states < SMALL else threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+class _Player:
+    """Policy and attack together: what is done in which state."""
+
+    def __init__(self, policy: Policy, attack: Attack | None, skip_certified: bool, choose: Any, seed: int) -> None:
+        self.policy, self.attack, self.skip_certified, self.choose = policy, attack, skip_certified, choose
+        self.generator = torch.Generator().manual_seed(seed)
+        self.low: Tensor | None = None
+        self.high: Tensor | None = None
+        # A callable, or an agent that samples, may answer the same question in another way; a known network does not.
+        known = isinstance(policy, CertifiedPolicy) or getattr(policy, "architecture", None) is not None
+        self.repeats = known and choose is None
+
+    def answer(self, episodes: list[_Episode]) -> None:
+        """Decide what to do in the states that ``episodes`` are in."""
+        if not episodes:
+            return
+        unit = self.policy.normalize(np.stack([episode.obs for episode in episodes]))
+        actions, radii = _decide(self.policy, unit)
+        eps, attack = np.array([episode.eps for episode in episodes]), self.attack
+        within_reach = eps > 0 if radii is None or not self.skip_certified else (eps > 0) & (radii <= eps)
+        exposed = np.flatnonzero(within_reach)
+        if attack is None:
+            exposed = exposed[:0]
+        elif self.choose is not None and len(exposed):
+            picked, aims = self.choose(unit[torch.from_numpy(exposed)], [episodes[place] for place in exposed])
+            exposed, attack = exposed[picked], _aimed(attack, aims)
+        attacked, changed = np.zeros(len(unit), bool), np.zeros(len(unit), bool)
+        drawn = self.generator.get_state()
+        if attack is not None and len(exposed):
+            budgets = torch.from_numpy(eps[exposed])
+            result = attack(self.policy, unit[torch.from_numpy(exposed)], budgets, self.low, self.high, self.generator)
+            actions[exposed], attacked[exposed], changed[exposed] = result.action, True, result.changed
+            for index in exposed:
+                episodes[index].queries += result.queries / len(exposed)
+                episodes[index].gradients += result.gradients / len(exposed)
+        repeats = self.repeats and torch.equal(drawn, self.generator.get_state())
+        for place, episode in enumerate(episodes):
+            radius = None if radii is None else float(radii[place])
+            episode.answer = _Answer(int(actions[place]), radius, bool(attacked[place]), bool(changed[place]), repeats)
+
+
+def _parameters(value: Any) -> dict[str, Any]:
+    """The fields of an attack or a timing as JSON; a policy or a network among them is named, not written out."""
+
+    def plain(item: Any) -> Any:
+        if item is None or isinstance(item, (bool, int, float, str)):
+            return item
+        if isinstance(item, tuple):
+            return [plain(part) for part in item]
+        if is_dataclass(item):
+            return {"kind": type(item).__name__, **_parameters(item)}
+        return str(getattr(item, "name", type(item).__name__))
+
+    return {} if value is None else {part.name: plain(getattr(value, part.name)) for part in fields(value)}
+
+
+def _aimed(attack: Attack, aims: npt.NDArray[np.int64] | None) -> Attack:
+    """The attack to run: aimed where the timing names actions, which only a targeted attack can do."""
+    if aims is None:
+        return attack
+    if not isinstance(attack, Aimed):
+        raise SortRLError(f"This timing aims at one action per state, which {attack.name} cannot. Use attacks.Aimed().")
+    return attack.at(aims)
+
+
+@torch.no_grad()
+def _decide(policy: Policy, unit: Tensor) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64] | None]:
+    """Actions and, where the policy has certificates, radii."""
+    if isinstance(policy, CertifiedPolicy):
+        certificate = policy.certify_unit(unit)
+        return certificate.action.astype(np.int64), certificate.radius.astype(np.float64)
+    return policy.scores(unit).argmax(1).numpy(), None

@@ -1,0 +1,209 @@
+"""Tables made cell by cell: every cell is kept in a file of its own, and the table is written anew after each of them.
+
+A stopped reproduction therefore continues where it was, and what is there so far can be read at any time. Cells that stand in
+the table already are not computed again either, on whatever machine that was. Each names the agents it goes back to by their
+weights, so that a table never mixes two students of one game.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Generic, Protocol, TypeVar
+
+from torch import nn
+
+from sortrl.certify import certified_shares, proven_mean
+from sortrl.core.errors import SortRLError
+from sortrl.core.files import read_json, read_object, write_json
+from sortrl.core.identity import fingerprint
+from sortrl.core.records import EvalResult
+from sortrl.evaluate import provenance
+
+Found = dict[str, Any]
+"""A cell as its file has it: the fields of the cell under "cell", then what was measured, by which agents ("agents": name and
+fingerprint) and where ("computed")."""
+
+
+class Cell(Protocol):
+    """One agent under one condition."""
+
+    @property
+    def game(self) -> str: ...
+    @property
+    def agent(self) -> str: ...
+    @property
+    def name(self) -> str:
+        """Unique in the table; also the name of its file."""
+
+
+C = TypeVar("C", bound=Cell)
+A = TypeVar("A")
+
+
+@dataclass(frozen=True)
+class CellTable(Generic[C]):
+    """A table under way: ``out/<name>.json``, from the cells kept in ``folder``."""
+
+    name: str
+    scale: str
+    cells: Collection[C]
+    folder: Path
+    out: Path
+    facts: Mapping[str, Any]
+    """What is to be said of all cells: protocol, attacks, figures quoted."""
+    derived: Callable[[list[Found]], Mapping[str, Any]] | None = None
+    """What follows from the cells that are there."""
+
+    @property
+    def path(self) -> Path:
+        return self.out / f"{self.name}.json"
+
+    def check_wanted(self, game: str | None, agent: str | None) -> None:
+        """Refuse a game or an agent that the table does not have."""
+        for wanted, kind in ((game, "game"), (agent, "agent")):
+            known = list(dict.fromkeys(getattr(cell, kind) for cell in self.cells))
+            if wanted is not None and wanted not in known:
+                raise SortRLError(f"{self.name} has no {kind} {wanted!r}; choose one of {', '.join(known)}.")
+
+    def kept_in(self, cell: C) -> Path:
+        return self.folder / f"{cell.name}.json"
+
+    def found(self) -> list[Found]:
+        """The cells that are there: the wanted ones in their order, then those of other games or agents."""
+        earlier = self._earlier()
+        wanted = []
+        for cell in self.cells:
+            fields = asdict(cell)  # type: ignore[call-overload]
+            same = [entry for entry in earlier if entry["cell"] == fields]
+            if self.kept_in(cell).exists():
+                wanted.append(read_json(self.kept_in(cell)))
+            elif same:
+                wanted.append(same[0])
+            earlier = [entry for entry in earlier if entry["cell"] != fields]
+        return wanted + earlier
+
+    def _earlier(self) -> list[Found]:
+        """The cells of the table as it was last written."""
+        if not self.path.exists():
+            return []
+        table = read_object(self.path)
+        if table.get("scale") != self.scale:
+            raise SortRLError(
+                f"{self.path} is a table of scale {table.get('scale')}; one of scale {self.scale} needs another --out."
+            )
+        cells = table.get("cells")
+        if not isinstance(cells, list) or not all(
+            isinstance(c, dict) and isinstance(c.get("cell"), dict) for c in cells
+        ):
+            raise SortRLError(f"{self.path} is not a table of cells. Delete it, or name another --out.")
+        return cells
+
+    def write(self) -> dict[str, Any]:
+        """The table as far as it is computed. Before the first cell there is none to write."""
+        found = self.found()
+        there = [entry["cell"] for entry in found]
+        results = {
+            "schema": 1,
+            "table": self.name,
+            "scale": self.scale,
+            **self.facts,
+            "missing": [cell.name for cell in self.cells if asdict(cell) not in there],  # type: ignore[call-overload]
+            "versions": provenance.versions(),
+            "machine": provenance.machine(),
+            **(self.derived(found) if self.derived else {}),
+            "cells": found,
+        }
+        if found:
+            write_json(self.path, results)
+        return results
+
+    def fill(
+        self,
+        agent_of: Callable[[C], A],
+        compute: Callable[[C, A], Found],
+        made_of: Callable[[C, A], dict[str, nn.Module]],
+        progress: Callable[[str], None],
+        game: str | None = None,
+        agent: str | None = None,
+    ) -> dict[str, Any]:
+        """Compute the cells that are missing, of one game or agent or of all, and write the table after each.
+
+        ``made_of`` gives the networks that a cell goes back to, by the names of their agents.
+        """
+        self.check_wanted(game, agent)
+        results = self.write()
+        key, player = None, None
+        for cell in self.cells:
+            wanted = game in (None, cell.game) and agent in (None, cell.agent)
+            if not wanted or cell.name not in results["missing"]:
+                continue
+            if player is None or key != (cell.game, cell.agent):
+                key, player = (cell.game, cell.agent), agent_of(cell)  # one in memory at a time
+            agents = {name: fingerprint(network) for name, network in made_of(cell, player).items()}
+            self._check_same(cell.game, agents)
+            found = {**compute(cell, player), "agents": agents, "computed": _where()}
+            write_json(self.kept_in(cell), found)
+            results = self.write()
+            done = f"{len(results['cells'])} cells, {len(results['missing'])} missing"
+            progress(f"{self.name}: {cell.name}: {figure(found['mean'])}, {done}")
+        return results
+
+    def _check_same(self, game: str, agents: Mapping[str, str]) -> None:
+        """Refuse another agent than the one of the same name that cells of this game go back to."""
+        for entry in self.found():
+            known = entry.get("agents", {entry["cell"]["agent"]: "unknown"})
+            for name in agents.keys() & known.keys():
+                if entry["cell"]["game"] == game and agents[name] != known[name]:
+                    raise SortRLError(
+                        f"{self.path} or {self.folder} holds cells of another {name} of {game}, and a table must not mix them. "
+                        "Give that agent, name another --out and --work, or delete those cells."
+                    )
+
+
+def _where() -> dict[str, str]:
+    versions = provenance.versions()
+    return {"cpu": provenance.machine()["cpu"], "torch": versions["torch"], "revision": versions.get("revision", "")}
+
+
+def measured(cell: Any, result: EvalResult, certified_at: Sequence[int], least_return: float | None = None) -> Found:
+    """A cell (a dataclass) with its result and, of clean play with certificates, the shares certified at some 255ths.
+
+    With the least return that an episode can have, also what the mean is proven to be at least.
+    """
+    found: Found = {"cell": asdict(cell), **result.to_json()}
+    if result.radii is not None and result.eps_unit == 0:
+        sizes = [k / 255 for k in certified_at]
+        found["certified"] = dict(zip(map(str, certified_at), certified_shares(result, sizes), strict=True))
+        if least_return is not None:
+            proven = [proven_mean(result, size, least_return) for size in sizes]
+            found["proven"] = dict(zip(map(str, certified_at), proven, strict=True))
+    return found
+
+
+def file_name(*parts: object) -> str:
+    """Parts joined to a name that every file system takes.
+
+    >>> file_name("Jumper", "PPO, sampled", "none", 0)
+    'Jumper-PPO--sampled-none-0'
+    """
+    return "-".join("".join(letter if letter.isalnum() else "-" for letter in str(part)) for part in parts)
+
+
+def figure(mean: float, sem: float | None = None) -> str:
+    """A mean and its standard error as a table prints them: about four figures of the mean.
+
+    >>> figure(7.5, 0.301), figure(1325.5, 5.7), figure(43390.0, 973.0), figure(32.93)
+    ('7.50 ± 0.30', '1325.5 ± 5.7', '43390 ± 973', '32.93')
+    """
+    digits = 2 if abs(mean) < 100 else 1 if abs(mean) < 10_000 else 0
+    return f"{mean:.{digits}f}" + ("" if sem is None else f" ± {sem:.{digits}f}")
+
+
+def cell_text(found: Found | None, usual_episodes: int) -> str:
+    """A cell in Markdown; empty if it is not computed yet, and with its episodes where they are fewer than usual."""
+    if found is None:
+        return ""
+    episodes = "" if found["episodes"] >= usual_episodes else f" ({found['episodes']} episodes)"
+    return figure(found["mean"], found["sem"]) + episodes

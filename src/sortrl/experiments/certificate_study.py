@@ -1,0 +1,287 @@
+"""How tight certificates are: per task, the share of states that each rung of the ladder certifies, against eps.
+
+margin <= intervals <= complete search <= smallest attack; the same states, the same valid range. Written to
+certificates.json and drawn as certificates.png.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from sortrl import attacks
+from sortrl.attacks import Attack
+from sortrl.certify import ACR_VARIANTS, acr, interval_radius, ladder
+from sortrl.core.errors import SortRLError
+from sortrl.core.files import write_json
+from sortrl.envs import EnvInfo, EnvSlots, Episode, describe, play_episodes
+from sortrl.evaluate import provenance
+from sortrl.evaluate.returns import episode_seeds, valid_range
+from sortrl.nets import CertifiedPolicy, SortPolicy
+from sortrl.nets.float_bounds import rounding_error, stages, traced_scores
+from sortrl.report.figures import panels, save
+
+EPS_GRID = tuple(round(0.02 * k, 2) for k in range(11))
+ACR_STATES = 1000  # at most, per task: intervals cost more than margins
+ONE_SENSOR_REACH = 4.0  # where radii of a single sensor are cut off
+ATTACK_STEPS = 10  # of the bisection for the smallest eps at which an attack succeeds
+PROTOCOL = (
+    "States drawn evenly from clean greedy episodes; eps in the policy's input units, boxes and attacks clipped to the "
+    "declared range of observations; radii cut off at reach. exact: complete search with a budget of boxes per state, "
+    "lower end certified, upper end a real counter-example. attack: smallest eps at which the named attack changes the action."
+)
+Report = Callable[[str], None]
+
+
+def run(
+    policies: Mapping[str, SortPolicy | str | Path],
+    out: str | Path,
+    *,
+    states: int = 100,
+    episodes: int = 10,
+    seed: int = 1600,
+    attack: str = "pgd-10",
+    reach: float = 1.0,
+    tolerance: float = 5e-4,
+    boxes_per_state: int = 5000,
+    images: Mapping[str, CertifiedPolicy] | None = None,
+    progress: Report = print,
+) -> dict[str, Any]:
+    """Climb the ladder for each task (environment id -> policy or its directory); write certificates.json and .png.
+
+    ``images`` are tasks of too many dimensions for the complete search: there the gain of the valid range is measured.
+    """
+    tasks = {}
+    for env_id, source in policies.items():
+        policy = source if isinstance(source, SortPolicy) else SortPolicy.load(source)
+        started = time.monotonic()
+        played = clean_episodes(policy, env_id, episodes, seed)
+        tasks[env_id] = climb(
+            policy,
+            env_id,
+            played,
+            states,
+            attacks.by_name(attack),
+            reach=reach,
+            tolerance=tolerance,
+            boxes_per_state=boxes_per_state,
+        )
+        progress(f"certificates: {env_id} in {time.monotonic() - started:.0f} s; {summary(tasks[env_id])}")
+    pixels = {}
+    for env_id, student in (images or {}).items():
+        played = clean_episodes(student, env_id, episodes, seed)
+        pixels[env_id] = clipping(student, env_id, played, states, attacks.by_name(attack), reach)
+        progress(f"certificates: {env_id}, medians {pixels[env_id]['medians']}")
+    results = {
+        "schema": 1,
+        "kind": "certificates",
+        "protocol": PROTOCOL,
+        "acr_variants": ACR_VARIANTS,
+        "settings": {
+            "states": states,
+            "episodes": episodes,
+            "seed": seed,
+            "attack": attack,
+            "reach": reach,
+            "tolerance": tolerance,
+            "boxes_per_state": boxes_per_state,
+            "one_sensor_reach": ONE_SENSOR_REACH,
+        },
+        "versions": provenance.versions(),
+        "machine": provenance.machine(),
+        "tasks": tasks,
+        "images": pixels,
+    }
+    write_json(Path(out) / "certificates.json", results)
+    if tasks:
+        draw(results, Path(out) / "certificates.png")
+    return results
+
+
+def climb(
+    policy: SortPolicy,
+    env_id: str,
+    played: list[Tensor],
+    states: int,
+    attack: Attack,
+    *,
+    reach: float,
+    tolerance: float,
+    boxes_per_state: int,
+) -> dict[str, Any]:
+    """Everything about one task, on some of the states that were visited."""
+    info = describe(env_id)
+    low, high = valid_range(policy, info)
+    visited = torch.cat(played)
+    unit = visited[torch.linspace(0, len(visited) - 1, min(states, len(visited))).long()]
+    started = time.monotonic()
+    rungs = ladder(policy, unit, low, high, reach=reach, tolerance=tolerance, boxes_per_state=boxes_per_state)
+    seconds = time.monotonic() - started
+    smallest = smallest_attack(policy, unit, attack, low, high, reach)
+    if (smallest < np.array(rungs["exact_lower"])).any():
+        raise SortRLError(
+            f"{env_id}: {attack.name} changed a certified action. This is a bug: report it with the policy."
+        )
+    return {
+        "visited": len(visited),
+        "lipschitz": policy.lipschitz,
+        "ladder": rungs,
+        "ladder_seconds": round(seconds, 2),
+        "attack": {"name": attack.name, "radius": [None if math.isinf(r) else float(r) for r in smallest]},
+        "one_sensor": _one_sensor(policy, unit, low, high, info),
+        "acr": _acr(policy, played, low, high),
+        "rounding": _rounding(policy, unit),
+    }
+
+
+def clipping(
+    policy: CertifiedPolicy, env_id: str, played: list[Tensor], states: int, attack: Attack, reach: float
+) -> dict[str, Any]:
+    """What the valid range of pixels adds: black cannot get darker, so half of many a box is empty."""
+    low, high = valid_range(policy, describe(env_id))
+    visited = torch.unique(torch.cat(played), dim=0)
+    unit = visited[torch.linspace(0, len(visited) - 1, min(states, len(visited))).long()]
+    radii = {
+        "margin": np.minimum(policy.certify_unit(unit).radius, reach),
+        "interval": interval_radius(policy, unit, reach=reach),
+        "clipped": interval_radius(policy, unit, low, high, reach=reach),
+    }
+    smallest = smallest_attack(policy, unit, attack, low, high, reach)
+    if (smallest < radii["clipped"]).any():
+        raise SortRLError(
+            f"{env_id}: {attack.name} changed a certified action. This is a bug: report it with the policy."
+        )
+    radii["attack"] = np.minimum(smallest, reach)
+    return {
+        "states": len(unit),
+        "distinct_visited": len(visited),
+        "attack": attack.name,
+        "reach": reach,
+        "medians": {name: round(float(np.median(values)), 4) for name, values in radii.items()},
+        "radii": {name: [float(value) for value in values] for name, values in radii.items()},
+    }
+
+
+def clean_episodes(policy: CertifiedPolicy, env_id: str, episodes: int, seed: int) -> list[Tensor]:
+    """The unit-space states (steps, *obs_shape) of greedy episodes without an attack."""
+    found: list[list[Tensor]] = [[] for _ in range(episodes)]
+
+    def act(playing: list[Episode]) -> list[int]:
+        (episode,) = playing
+        unit = policy.normalize(episode.obs[None])
+        found[episode.number].append(unit)
+        return [int(policy.scores(unit).argmax())]
+
+    with EnvSlots(env_id, 1) as envs:  # one at a time: scores depend on the batch in their last bits
+        play_episodes(envs, episode_seeds(seed, episodes), act, Episode)
+    return [torch.cat(states) for states in found]
+
+
+def smallest_attack(
+    policy: CertifiedPolicy, unit: Tensor, attack: Attack, low: Tensor | None, high: Tensor | None, reach: float
+) -> npt.NDArray[np.float64]:
+    """The smallest eps (batch,) at which ``attack`` was seen to change the action; infinite if at none up to ``reach``."""
+    generator = torch.Generator().manual_seed(0)
+    found = np.full(len(unit), np.inf)
+    below, above = np.zeros(len(unit)), np.full(len(unit), reach)
+    eps = above
+    for _ in range(1 + ATTACK_STEPS):
+        result = attack(policy, unit, torch.from_numpy(eps), low, high, generator)
+        distance = (result.perturbed.double() - unit.double()).abs().flatten(1).amax(1).numpy()
+        found = np.where(result.changed, np.minimum(found, distance), found)
+        below, above = np.where(result.changed, below, eps), np.where(result.changed, eps, above)
+        eps = (below + np.minimum(above, reach)) / 2
+    return found
+
+
+def _one_sensor(
+    policy: SortPolicy, unit: Tensor, low: Tensor | None, high: Tensor | None, info: EnvInfo
+) -> dict[str, dict[str, float]] | None:
+    """The median over states of how wrong each value may be while the others are right."""
+    if len(policy.obs_shape) != 1:
+        return None
+    scale = policy.normalizer.scale.tolist()
+    sensors = {}
+    for index, name in enumerate(info.obs_names):
+        weights = torch.zeros(policy.obs_shape)
+        weights[index] = 1.0
+        median = float(np.median(interval_radius(policy, unit, low, high, weights=weights, reach=ONE_SENSOR_REACH)))
+        sensors[name] = {"unit": median, "raw": median * scale[index]}
+    return sensors
+
+
+def _acr(policy: SortPolicy, played: list[Tensor], low: Tensor | None, high: Tensor | None) -> dict[str, Any]:
+    step = -(-sum(map(len, played)) // ACR_STATES)
+    thinned = [states[::step] for states in played]
+    shares = {name: [acr(policy, thinned, eps, name, low, high) for eps in EPS_GRID] for name in ACR_VARIANTS}
+    return {"eps": list(EPS_GRID), "states": sum(map(len, thinned)), **shares}
+
+
+@torch.no_grad()
+def _rounding(policy: SortPolicy, unit: Tensor) -> dict[str, float]:
+    """The bound on rounding errors beside the errors that were seen, against a float64 evaluation."""
+    scores, magnitudes = traced_scores(policy, unit)
+    bound = rounding_error(stages(policy), magnitudes)
+    error = (scores.double() - copy.deepcopy(policy).double().scores(unit.double())).abs().amax(1)
+    return {
+        "bound_median": float(bound.median()),
+        "error_largest": float(error.max()),
+        "bound_of_error_least": float((bound / error.clamp(min=1e-12)).min()),
+    }
+
+
+def summary(task: dict[str, Any]) -> str:
+    """One line: how much of the distance to the nearest counter-example each rung certifies."""
+    rungs = task["ladder"]
+    shares = {name: rungs[f"{name}_of_upper"]["median"] for name in ("margin", "interval", "exact_lower")}
+    parts = ", ".join(f"{name.split('_')[0]} {share:.3f}" for name, share in shares.items())
+    return f"median share of the distance to a counter-example: {parts}; {rungs['solved_share']:.0%} solved"
+
+
+RUNGS = (
+    ("margin", "margin", "#0072B2", "-"),
+    ("interval", "intervals, valid range", "#00805E", (0, (5, 2))),
+    ("exact_lower", "complete search", "#D55E00", "-"),
+    ("attack", "not changed by", "#3A424D", (0, (1, 2))),
+)
+
+
+def draw(results: dict[str, Any], path: Path) -> None:
+    """A panel per task: nested curves of the share of states with a radius above eps."""
+    tasks = results["tasks"]
+    figure, rows = panels(1, len(tasks))
+    axes = rows[0]
+    for axis, (env_id, task) in zip(axes, tasks.items(), strict=True):
+        radii = _radii(task)
+        furthest = 1.05 * max(float(np.quantile(_finite(values), 0.98)) for values in radii.values())
+        # Radii are cut off at reach: what lies there says nothing about larger eps.
+        eps = np.linspace(0.0, min(max(furthest, 1e-3), task["ladder"]["reach"] * (1.0 - 1e-9)), 400)
+        for key, label, colour, dash in RUNGS:
+            share = (radii[key][None, :] > eps[:, None]).mean(1)
+            name = f"{label} {task['attack']['name']}" if key == "attack" else label
+            axis.plot(eps, share, color=colour, linestyle=dash, linewidth=1.5, label=name)
+        axis.set_title(env_id, fontsize=9)
+        axis.set_xlabel("ε (the policy's input units)", fontsize=8)
+        axis.set_ylim(0.0, 1.02)
+        axis.set_xlim(0.0, eps[-1])
+    axes[0].set_ylabel("share of states", fontsize=8)
+    axes[0].legend(fontsize=7, frameon=False)
+    save(figure, path)
+
+
+def _radii(task: dict[str, Any]) -> dict[str, npt.NDArray[np.float64]]:
+    rungs = {key: np.array(task["ladder"][key]) for key in ("margin", "interval", "exact_lower")}
+    return {**rungs, "attack": np.array([math.inf if r is None else r for r in task["attack"]["radius"]])}
+
+
+def _finite(values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    return np.where(np.isfinite(values), values, 0.0)

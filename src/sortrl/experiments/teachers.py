@@ -1,0 +1,78 @@
+"""What the Atari teachers reach and what they cost: returns on the test's seeds, with and without sticky actions, and learning curves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from sortrl.core.files import read_object, write_json
+from sortrl.core.identity import fingerprint
+from sortrl.evaluate import evaluate
+from sortrl.experiments.atari import GAMES, SEED, SIZES, env_id_of
+from sortrl.experiments.figure1 import Scale
+from sortrl.nets import zoo
+from sortrl.teachers import load_teacher
+from sortrl.teachers.grading import LOG_FILE
+from sortrl.teachers.teacher import FILE_NAME
+
+BARS = {"Freeway": 33.5, "RoadRunner": 40_000.0, "Pong": 21.0, "BankHeist": 1_300.0}
+STICKY_SHARE = 0.85  # of the clean return, which a teacher should keep when actions are repeated by accident
+
+
+def teachers_table(
+    scale: Scale = "cpu",
+    game: str | None = None,
+    out: Path = Path("results"),
+    teachers: Path | None = None,
+    progress: Callable[[str], None] = print,
+) -> dict[str, Any]:
+    """Measure the teachers (those in the folder given, else those of the zoo) and write ``teachers.json`` after each of them.
+
+    A row that was measured already, with the same weights and on as many episodes, is kept.
+    """
+    path = out / "teachers.json"
+    rows = {row["game"]: row for row in read_object(path)["teachers"]} if path.exists() else {}
+    for name in GAMES if game is None else (game,):
+        env_id = env_id_of(name)
+        folder = zoo.locate(Path(f"{zoo.PREFIX}{name.lower()}")) / "teacher"
+        if teachers is not None and (teachers / name.lower() / FILE_NAME).exists():
+            folder = teachers / name.lower()
+        teacher = load_teacher(folder, env_id)
+        known: dict[str, Any] = {
+            "game": name,
+            "weights": fingerprint(teacher),
+            "episodes": SIZES[scale].episodes,
+            "bar": BARS[name],
+        }
+        if name in rows and known.items() <= rows[name].items():
+            continue
+        progress(f"{name}: playing with and without sticky actions")
+        for kind, played in (("clean", env_id), ("sticky", env_id.replace("84-", "84-sticky-"))):
+            result = evaluate(teacher, played, episodes=SIZES[scale].episodes, seed=SEED)
+            known[kind] = {"mean": result.mean, "sem": result.sem, "returns": [float(one) for one in result.returns]}
+        rows[name] = known | {"training": _training(folder / LOG_FILE)}
+        write_json(path, {"teachers": [rows[one] for one in GAMES if one in rows], "sticky_share": STICKY_SHARE})
+    return read_object(path)
+
+
+def _training(log: Path) -> dict[str, Any] | None:
+    """Settings, cost and learning curve, where the training left its log beside the weights."""
+    if not log.exists():
+        return None
+    found = read_object(log)
+    curve = [{key: row.get(key) for key in ("step", "return", "hours")} for row in found["history"]]
+    best = max(found["history"], key=lambda row: float(row["return"]))
+    settings = found["identity"]
+    return {"settings": settings, "step": best["step"], "hours": best.get("hours"), "curve": curve}
+
+
+def table_lines(results: dict[str, Any]) -> list[str]:
+    """In Markdown: what was reached beside what was aimed at."""
+    lines = ["| game | clean | aim | with sticky actions | of the clean return |", "|---|---|---|---|---|"]
+    for row in results["teachers"]:
+        clean, sticky = row["clean"], row["sticky"]
+        kept = f"{sticky['mean'] / clean['mean']:.0%}" if clean["mean"] > 0 else ""
+        texts = [f"{part['mean']:,.2f} ± {part['sem']:,.2f}" for part in (clean, sticky)]
+        lines.append(f"| {row['game']} | {texts[0]} | {row['bar']:,g} | {texts[1]} | {kept} |")
+    return lines

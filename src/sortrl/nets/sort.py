@@ -1,0 +1,335 @@
+"""SortPolicy: an l_inf Lipschitz network whose output margin is a certificate."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import cast
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+
+from sortrl.core.errors import SortRLError
+from sortrl.core.limits import require
+from sortrl.core.normalizer import Normalizer
+from sortrl.core.records import Decision
+from sortrl.nets.base import CertifiedPolicy, Decided, overflow, ranked
+from sortrl.nets.float_bounds import (
+    ErrorBound,
+    FrontEnd,
+    FrontPart,
+    decide_one,
+    error_bound,
+    margin_radius,
+    proven,
+    stages,
+    traced_scores,
+)
+from sortrl.nets.front import AveragePool, BoundedConv, Crop, Pixels, Scale
+from sortrl.nets.frozen import Copies, EvaluationNetwork, require_single
+from sortrl.nets.layers import MeanShift, SortConv, SortLinear
+
+
+@dataclass(frozen=True)
+class PolicyConfig:
+    """The shape of a :class:`SortPolicy`; enough to build it again."""
+
+    obs_shape: tuple[int, ...]
+    n_actions: int
+    width: int = 640
+    """Units per hidden layer."""
+    depth: int = 5
+    """Sort layers, the output layer among them."""
+    rho: float = 0.3
+    """Decay of the mix; the first layer always has 0."""
+    scale: float = 1.0
+    """Factor on unit-space inputs; the certificate is divided by it."""
+    crop: tuple[int, ...] = (0, 0, 0, 0)
+    """Image borders to remove: top, bottom, left, right."""
+    pool: int = 1
+    """Average pooling of images."""
+    mask_chunk: int = 128
+    """Samples that share one random mask in training."""
+    conv: tuple[tuple[int, int, int], ...] = ()
+    """Sort layers over the patches of an image, before those that see all of it: (channels, kernel, stride) each."""
+    bounded_conv: tuple[tuple[int, int, int], ...] = ()
+    """Convolutions with bounded weights, before all sort layers: (channels, kernel, stride) each."""
+    pixels: tuple[int, ...] = ()
+    """What the network sees of the observation as crop and pool leave it: places in it, flattened. None given: all of it."""
+
+    def __post_init__(self) -> None:
+        if self.n_actions < 2:
+            raise SortRLError(
+                f"SortPolicy: {self.n_actions} actions, expected at least 2 (with one action there is nothing to certify)."
+            )
+        for name in ("width", "depth", "mask_chunk", "pool"):
+            if getattr(self, name) < 1:
+                raise SortRLError(f"SortPolicy: {name} is {getattr(self, name)}, expected at least 1.")
+        whole = (self.n_actions, self.width, self.depth, self.mask_chunk, self.pool, *self.obs_shape, *self.crop)
+        whole += tuple(itertools.chain.from_iterable(self.conv + self.bounded_conv))
+        if not all(isinstance(size, int) for size in whole) or len(self.crop) != 4 or min(self.crop) < 0:
+            raise SortRLError(f"SortPolicy: every size must be a whole number, and crop four of them, got {self}.")
+        if not self.obs_shape or min(self.obs_shape) < 1:
+            raise SortRLError(f"SortPolicy: obs_shape is {self.obs_shape}, expected one or more positive sizes.")
+        if (self.pool > 1 or any(self.crop) or self.conv or self.bounded_conv) and len(self.obs_shape) != 3:
+            raise SortRLError(
+                f"SortPolicy: crop, pool and conv need images (channels, height, width), not observations of shape {self.obs_shape}."
+            )
+        if self.pixels and (self.conv or self.bounded_conv):
+            raise SortRLError("SortPolicy: pixels leave no image, so conv and bounded_conv cannot follow. Choose one.")
+        for name in ("conv", "bounded_conv"):
+            if any(len(layer) != 3 for layer in getattr(self, name)):
+                raise SortRLError(
+                    f"SortPolicy: {name} is {getattr(self, name)}, expected (channels, kernel, stride) for each layer."
+                )
+
+
+class SortEvaluation(EvaluationNetwork):
+    """The sort layers of a policy as they are evaluated: a :class:`sortrl.nets.float_bounds.Network` of private tensors."""
+
+    def __init__(self, policy: SortPolicy, copies: Copies) -> None:
+        copies.watch(policy)
+        self._copies = copies
+        self.front: tuple[FrontPart, ...] = tuple(copies(cast("nn.Sequential", policy.front)))  # type: ignore[arg-type]
+        self.layers: tuple[SortLinear, ...] = tuple(copies(cast("nn.ModuleList", policy.layers)))  # type: ignore[arg-type]
+        self.shifts: tuple[MeanShift, ...] = tuple(copies(cast("nn.ModuleList", policy.shifts)))  # type: ignore[arg-type]
+        self.bias = copies.tensor(policy, "bias")
+
+    @cached_property
+    def bound(self) -> ErrorBound:
+        require_single(self._copies)
+        return error_bound(self)
+
+    @cached_property
+    def lipschitz(self) -> float:
+        """The product over the parts."""
+        return math.prod(stage.lipschitz for stage in stages(self))
+
+    def scores(self, unit: Tensor) -> Tensor:
+        return self._through(unit, lambda layer, x: layer(x))
+
+    def surrogate_scores(self, unit: Tensor, p: float) -> Tensor:
+        return self._through(unit, lambda layer, x: layer.smooth(x, p))
+
+    def _through(self, unit: Tensor, apply: Callable[[SortLinear, Tensor], Tensor]) -> Tensor:
+        x = unit
+        for part in self.front:
+            x = part(x)
+        x = x.flatten(1)
+        for layer, shift in zip(self.layers, self.shifts, strict=False):
+            x = shift(apply(layer, x))
+        return -(apply(self.layers[-1], x) + self.bias)
+
+    def traced(self, unit: Tensor) -> tuple[Tensor, Tensor]:
+        """The scores, and the largest number of every stage, per state."""
+        return traced_scores(self, unit, self.bound.front)
+
+    def decide(self, unit: Tensor) -> Decided:
+        """The radius is (margin - rounding) / (2 L)."""
+        scores, magnitudes = self.traced(unit)
+        action, runner_up, margin = ranked(scores, unit)
+        return action, margin_radius(self.bound, magnitudes.cpu().numpy(), margin), runner_up
+
+    def reachable(self, unit: Tensor, eps_unit: float) -> npt.NDArray[np.bool_]:
+        """Score differences move by at most 2 L eps plus rounding: an action further behind than that cannot be forced."""
+        scores, magnitudes = self.traced(unit)
+        values = scores.numpy().astype(np.float64)
+        behind = values.max(1, keepdims=True) - values
+        possible: npt.NDArray[np.bool_] = margin_radius(self.bound, magnitudes.numpy()[:, None], behind) <= eps_unit
+        return possible
+
+    def proven(self, lo: Tensor, hi: Tensor, action: Tensor) -> Tensor:
+        return proven(self, lo, hi, action, self.bound)
+
+
+class SortPolicy(CertifiedPolicy):
+    """A policy that plays the arg-max of scores that are ``lipschitz``-Lipschitz in l_inf.
+
+    Two networks share the weights. :meth:`scores` is the evaluation network: exact sort layers and running means; it is
+    what acts and what is certified. :meth:`training_scores` is its smooth, randomly masked relative that is trained.
+
+    >>> policy = SortPolicy((4,), 2, width=16, depth=3)
+    >>> action, _ = policy.predict(np.zeros(4))
+    >>> cert = policy.certify(np.zeros((5, 4)))
+    >>> cert.radius.shape, policy.lipschitz <= 1.0
+    ((5,), True)
+    """
+
+    kind = "sort"
+    p: Tensor
+
+    def __init__(
+        self,
+        obs_shape: tuple[int, ...],
+        n_actions: int,
+        width: int = 640,
+        depth: int = 5,
+        rho: float = 0.3,
+        *,
+        scale: float = 1.0,
+        crop: tuple[int, ...] = (0, 0, 0, 0),
+        pool: int = 1,
+        mask_chunk: int = 128,
+        conv: tuple[tuple[int, int, int], ...] = (),
+        bounded_conv: tuple[tuple[int, int, int], ...] = (),
+        pixels: tuple[int, ...] = (),
+        normalizer: Normalizer | None = None,
+    ) -> None:
+        super().__init__()
+        self.config = PolicyConfig(
+            tuple(obs_shape),
+            int(n_actions),
+            width,
+            depth,
+            rho,
+            scale,
+            tuple(crop),
+            pool,
+            mask_chunk,
+            tuple(conv),
+            tuple(bounded_conv),
+            tuple(pixels),
+        )
+        self.normalizer = Normalizer.identity(self.obs_shape) if normalizer is None else normalizer
+        if self.normalizer.obs_shape != self.obs_shape:
+            raise SortRLError(
+                f"SortPolicy: observations have shape {self.obs_shape}, but the normalizer {self.normalizer.obs_shape}."
+            )
+        front: list[FrontPart] = []
+        if any(crop):
+            front.append(Crop(*crop))
+        if pool > 1:
+            front.append(AveragePool(pool))
+        with torch.no_grad():
+            seen = tuple(nn.Sequential(*front)(torch.zeros(1, *self.obs_shape)).shape[1:])
+        if self.config.pixels:
+            front.append(Pixels(self.config.pixels, math.prod(seen)))
+            seen = (len(self.config.pixels),)
+        for channels, kernel, stride in self.config.bounded_conv:
+            bounded = BoundedConv((seen[0], seen[1], seen[2]), channels, kernel, stride)
+            front.append(bounded)
+            seen = bounded.out_shape
+        if scale != 1.0:
+            front.append(Scale(scale))
+        self.front = cast("FrontEnd", nn.Sequential(*front))
+        layers: list[SortLinear] = []
+        for channels, kernel, stride in self.config.conv:
+            patches = SortConv((seen[0], seen[1], seen[2]), channels, kernel, stride)
+            layers.append(patches)
+            seen = patches.out_shape
+        sizes = [math.prod(seen)] + [width] * (depth - 1) + [self.n_actions]
+        parameters = sum(a * b for a, b in itertools.pairwise(sizes))
+        require(
+            f"A policy with {parameters} parameters", 4 * parameters, "lower width or depth, or crop or pool the images"
+        )
+        # Sorting raw inputs gains nothing, so the first layer is a plain maximum.
+        layers += [
+            SortLinear(a, b, rho if layers or index else 0.0) for index, (a, b) in enumerate(itertools.pairwise(sizes))
+        ]
+        # The casts say what the lists hold, which nn.ModuleList cannot.
+        self.layers = cast("Sequence[SortLinear]", nn.ModuleList(layers))
+        self.shifts = cast("Sequence[MeanShift]", nn.ModuleList(MeanShift(layer.out_size) for layer in layers[:-1]))
+        self.bias = nn.Parameter(torch.zeros(self.n_actions))
+        self.mu = nn.Parameter(torch.ones(()))  # temperature of the cross-entropy; never part of a margin
+        self.register_buffer("p", torch.tensor(8.0, dtype=torch.float64))
+
+    @property
+    def trunk(self) -> SortPolicy:
+        """The sort layers, which here are everything."""
+        return self
+
+    def training_scores(self, unit: Tensor, generator: torch.Generator | None = None) -> Tensor:
+        """Scores of the training network: l_p norms with the current ``p``, random masks, batch means.
+
+        A layer's input mask is drawn before the layer below runs, so that dropped outputs are never computed.
+        """
+        x = self._trained_front(unit)
+        p, keep = float(self.p), None
+        for index, layer in enumerate(self.layers[:-1]):
+            next_keep = self._draw_mask(len(x), self.layers[index + 1], generator)
+            x = self.shifts[index].centre(layer.smooth(x, p, keep, next_keep), next_keep)
+            keep = next_keep
+        return -(self.layers[-1].smooth(x, p, keep) + self.bias)
+
+    def exact_training_scores(self, unit: Tensor) -> Tensor:
+        """Scores of the evaluation network, but with batch means: for the last steps of a training."""
+        x = self._trained_front(unit)
+        for layer, shift in zip(self.layers, self.shifts, strict=False):
+            x = shift.centre(layer(x), None)
+        scores: Tensor = -(self.layers[-1](x) + self.bias)
+        return scores
+
+    def _trained_front(self, unit: Tensor) -> Tensor:
+        """The front ends, with the weights of convolutions divided by their sums on the way."""
+        x = unit
+        for part in self.front:
+            x = part.trained(x) if isinstance(part, BoundedConv) else part(x)
+        return x.flatten(1)
+
+    def _draw_mask(self, batch: int, layer: SortLinear, generator: torch.Generator | None) -> Tensor | None:
+        """Bernoulli(1 - rho) per input of ``layer`` and chunk of the batch; at least one input is always kept."""
+        rho, fan_in = layer.rho, layer.weight.shape[1]
+        if rho == 0.0:
+            return None
+        chunks = max(1, batch // self.config.mask_chunk)
+        draws = torch.rand(chunks, fan_in, generator=generator).to(self.bias.device)
+        keep = draws >= rho
+        return keep | (draws == draws.amax(1, keepdim=True))  # keeping the largest draw changes only empty masks
+
+    @torch.no_grad()
+    def calibrate(self, unit: Tensor, limit: int = 16384) -> None:
+        """Settle convolutions, and estimate the running means anew with the evaluation network on (up to ``limit``) states.
+
+        Training means come from the smooth, masked network; call this before the policy is evaluated or saved.
+        """
+        if len(unit) == 0:
+            raise SortRLError("calibrate: no states; pass at least one observation.")
+        for part in self.front:
+            if isinstance(part, BoundedConv):
+                part.settle()
+        step = -(-len(unit) // limit)
+        x = torch.cat([self.front(part).flatten(1) for part in torch.split(unit[::step], 1024)])
+        for layer, shift in zip(self.layers, self.shifts, strict=False):
+            y = torch.cat([layer(part) for part in torch.split(x, 1024)])
+            shift.running_mean.copy_(y.double().mean(0))
+            x = shift(y)
+
+    def _network(self, copies: Copies) -> EvaluationNetwork:
+        return SortEvaluation(self, copies)
+
+    def error_bound(self) -> ErrorBound:
+        """Lipschitz constant and rounding errors: what certificates need of the fixed parts of the network."""
+        return self._sort_network(thorough=True).bound
+
+    def _sort_network(self, thorough: bool = False) -> SortEvaluation:
+        network = self.evaluation(thorough)
+        assert isinstance(network, SortEvaluation)
+        return network
+
+    @torch.no_grad()
+    def predict_certified(self, observation: npt.ArrayLike) -> Decision:
+        """Actions for raw observations, one or a batch, each with its certificate: the cost of one :meth:`predict`."""
+        obs = np.asarray(observation)
+        if obs.shape == self.obs_shape:
+            unit = self.normalize(obs[None])
+            network = self._sort_network()
+            action, radius, runner_up, margin = decide_one(network, network.bound, unit)
+            if not math.isfinite(margin):
+                raise overflow(unit)
+            return Decision(np.int64(action), np.float64(radius), np.int64(runner_up))
+        return Decision(*self.evaluation().decide(self.normalize(obs)))
+
+    def export_onnx(self, path: str | Path) -> None:
+        """Write the evaluation network as ONNX: raw observation in; action, scores and certified radius out.
+
+        See :func:`sortrl.nets.onnx.export_onnx`.
+        """
+        from sortrl.nets.onnx import export_onnx  # it knows this class, and few users need it
+
+        export_onnx(self, path)

@@ -1,0 +1,86 @@
+"""Trained policies that come with the project: ``sortrl.load("zoo:cartpole")``.
+
+An entry is a folder like that of a run (policy, run.json and, if it is small, the teacher), with a card that says what it is,
+how it was measured, and the hash of every file.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from pathlib import Path
+from typing import Any
+
+from sortrl.core.errors import SortRLError
+from sortrl.core.files import read_object, regular_file
+
+PREFIX = "zoo:"
+CARD = "card.json"
+FORMAT = "sortrl-zoo-1"
+LARGEST_FILE = 5 * 2**20
+MOST_FILES = 100
+
+
+def folder() -> Path:
+    """Where the entries are: ``$SORTRL_ZOO``, the installed package's, or those of the source tree."""
+    if chosen := os.environ.get("SORTRL_ZOO"):
+        return Path(chosen)
+    here = Path(__file__).resolve()
+    installed, source = here.parents[1] / "zoo", here.parents[3] / "zoo"
+    return installed if any(installed.glob(f"*/{CARD}")) else source
+
+
+def names() -> list[str]:
+    """Of all entries.
+
+    >>> "cartpole" in names()
+    True
+    """
+    return sorted(path.parent.name for path in folder().glob(f"*/{CARD}"))
+
+
+def entry(name: str) -> Path:
+    """The folder of an entry."""
+    if name not in names():  # which also keeps a name from leading out of the folder
+        known = ", ".join(names()) or f"nothing in {folder()}; point SORTRL_ZOO to the zoo of a source tree"
+        raise SortRLError(f"There is no {PREFIX}{name[:60]}. The zoo has {known}.")
+    return folder() / name
+
+
+def card(where: Path) -> dict[str, Any]:
+    """What is known about an entry, from its folder."""
+    found = read_object(where / CARD)
+    if found.get("format") != FORMAT or not isinstance(found.get("files"), dict):
+        raise SortRLError(f"{where / CARD}: format {str(found.get('format'))[:60]!r}, expected {FORMAT}.")
+    if len(found["files"]) > MOST_FILES:  # each is read and hashed, and one file has many names
+        raise SortRLError(f"{where / CARD}: {len(found['files'])} files, expected at most {MOST_FILES}.")
+    return found
+
+
+def is_entry(path: str | Path) -> bool:
+    """Whether a path names an entry of the zoo."""
+    return str(path).startswith(PREFIX)
+
+
+def locate(path: str | Path) -> Path:
+    """The path itself, or of ``zoo:NAME`` the entry's folder, whose files are checked against the hashes of its card.
+
+    >>> locate("runs/mine").name, locate("zoo:cartpole").name
+    ('mine', 'cartpole')
+    """
+    if not is_entry(path):
+        return Path(path)
+    return checked(entry(str(path).removeprefix(PREFIX)))
+
+
+def checked(where: Path) -> Path:
+    """The folder of an entry, if its files are those that its card describes."""
+    for file, digest in card(where)["files"].items():
+        if ".." in Path(file).parts or Path(file).is_absolute() or sha256(where / file) != digest:
+            raise SortRLError(f"{where / file} is not the file that {where / CARD} describes. Fetch the entry again.")
+    return where
+
+
+def sha256(path: Path) -> str:
+    """Of a file that may be in the zoo."""
+    return hashlib.sha256(regular_file(path, LARGEST_FILE).read_bytes()).hexdigest()

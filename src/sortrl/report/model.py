@@ -1,0 +1,273 @@
+"""The results of a run as a typed, validated record: the only thing the rest of the report reads."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+from sortrl.core.errors import SortRLError
+from sortrl.report.reader import Reader
+
+SCHEMA = 1
+INFINITE_P = 1e9  # how results.json, which has no infinity, writes p = infinity
+ROUNDED = "rounded"  # the kind of students without sort layers
+Settings = tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One evaluation: a policy, what was done to its observations, and its returns."""
+
+    policy: str
+    attack: str
+    eps: float
+    mean: float
+    sem: float
+    std: float
+    episodes: int
+    changed_share: float
+    certified_share: float | None
+
+    @property
+    def is_clean(self) -> bool:
+        return self.attack == "none"
+
+
+@dataclass(frozen=True)
+class TrainingPoint:
+    """The state of the training at one step. ``p`` may be infinite; students without sort layers have neither p nor a weight."""
+
+    step: float
+    agreement: float
+    certified: float
+    p: float | None
+    weight: float | None
+
+
+@dataclass(frozen=True)
+class Episode:
+    """The radius of every decision of one clean episode of the student."""
+
+    seed: int
+    total: float
+    radii: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Certified:
+    """Radii over the visited states: share certified against eps, histogram, one episode."""
+
+    eps: tuple[float, ...]
+    share: tuple[float, ...]
+    radius_median: float
+    edges: tuple[float, ...]
+    counts: tuple[float, ...]
+    episode: Episode | None
+    whole_episodes: float | None
+
+
+@dataclass(frozen=True)
+class Student:
+    """``lipschitz`` is None for a network that is not Lipschitz."""
+
+    kind: str
+    parameters: int
+    lipschitz: float | None
+    width: int
+    depth: int
+
+
+@dataclass(frozen=True)
+class Data:
+    """What the student learned from, and how it does on held-out episodes (None: none were held out)."""
+
+    states: int
+    distinct: int
+    dagger_states: int | None
+    held_out_states: int | None
+    agreement: float | None
+    certified: float | None
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run; ``unit_to_raw`` is empty where the observation has no named units."""
+
+    env_id: str
+    max_steps: int | None
+    n_actions: int
+    obs_shape: tuple[int, ...]
+    obs_names: tuple[str, ...]
+    unit_to_raw: tuple[float, ...]
+    eps: float
+    seed: int
+    command: str
+    started: str
+    version: str
+    teacher: str
+    teacher_source: str
+    student: Student
+    data: Data
+    training: tuple[TrainingPoint, ...]
+    evaluation: tuple[Row, ...]
+    certified: Certified
+    stage_seconds: tuple[tuple[str, float], ...]
+    settings: tuple[tuple[str, Settings], ...]
+
+    def clean(self, policy: str) -> Row | None:
+        return next((row for row in self.evaluation if row.policy == policy and row.is_clean), None)
+
+    def attacked(self, policy: str) -> Row | None:
+        """The lowest return of any attack at the trained eps."""
+        rows = [r for r in self.evaluation if r.policy == policy and not r.is_clean and math.isclose(r.eps, self.eps)]
+        return min(rows, key=lambda row: row.mean, default=None)
+
+    @property
+    def attacks(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(row.attack for row in self.evaluation if not row.is_clean))
+
+    @property
+    def curves(self) -> tuple[str, ...]:
+        """The attacks to draw against eps: those that were run at several, if there are any."""
+        sizes = {attack: {row.eps for row in self.evaluation if row.attack == attack} for attack in self.attacks}
+        return tuple(attack for attack in self.attacks if len(sizes[attack]) > 1) or self.attacks
+
+    @property
+    def certified_at_eps(self) -> float | None:
+        """Share certified at the trained eps; if that eps was not measured, a lower bound from a larger one."""
+        measured = zip(self.certified.eps, self.certified.share, strict=True)
+        return max((share for eps, share in measured if eps >= self.eps * (1 - 1e-9)), default=None)
+
+
+def read_run(results: Mapping[str, Any]) -> Run:
+    """Validate ``results`` (the content of results.json) and return it as a record."""
+    if not isinstance(results, Mapping):
+        raise SortRLError(f"results: received {type(results).__name__}, expected the object of a results.json.")
+    top = Reader(results)
+    if top.integer("schema") != SCHEMA:
+        raise top.fail("schema", f"{SCHEMA}, the only one this version of sortrl reads")
+    if top.text("kind") != "robustify":
+        raise top.fail("kind", "'robustify'")
+    env, teacher = top.object("env"), top.object("teacher")
+    names = env.texts("obs_names")
+    scales = env.numbers("unit_to_raw", 0.0) if env.has("unit_to_raw") else ()
+    if len(scales) not in (0, len(names)):
+        raise SortRLError(
+            f"results: env.unit_to_raw has {len(scales)} values for {len(names)} env.obs_names; expected as many."
+        )
+    student = _student(top.object("policy"))
+    run = Run(
+        env_id=env.text("id"),
+        max_steps=env.optional_integer("max_steps"),
+        n_actions=env.integer("n_actions", 1),
+        obs_shape=tuple(map(int, env.numbers("obs_shape", 1))) if env.has("obs_shape") else (len(names),),
+        obs_names=names,
+        unit_to_raw=scales,
+        eps=top.object("config").number("eps", 0.0),
+        seed=top.integer("seed"),
+        command=top.text("command"),
+        started=top.text("started"),
+        version=top.text("sortrl"),
+        teacher=teacher.text("name"),
+        teacher_source=teacher.text("source") if teacher.has("source") else "",
+        student=student,
+        data=_data(top.object("data")),
+        training=tuple(_training_point(point, student.kind) for point in top.objects("training")),
+        evaluation=tuple(map(_row, top.objects("evaluation"))),
+        certified=_certified(top.object("certificate")),
+        stage_seconds=_stage_seconds(top.object("stage_seconds")),
+        settings=tuple((name, top.object(name).flat()) for name in ("config", "policy", "data", "versions", "machine")),
+    )
+    if run.clean("student") is None:
+        raise SortRLError(
+            "results: evaluation has no row with policy 'student' and attack 'none'; the clean return is needed."
+        )
+    return run
+
+
+def _row(row: Reader) -> Row:
+    if row.text("policy") not in ("teacher", "student"):
+        raise row.fail("policy", "'teacher' or 'student'")
+    return Row(
+        policy=row.text("policy"),
+        attack=row.text("attack"),
+        eps=row.number("eps", 0.0),
+        mean=row.number("mean"),
+        sem=row.number("sem", 0.0),
+        std=row.number("std", 0.0),
+        episodes=row.integer("episodes", 1),
+        changed_share=row.share("changed_share"),
+        certified_share=row.optional_share("certified_share"),
+    )
+
+
+def _training_point(point: Reader, kind: str) -> TrainingPoint:
+    p = None if kind == ROUNDED else point.number("p", 1.0)
+    return TrainingPoint(
+        step=point.number("step", 0.0),
+        agreement=point.share("agreement"),
+        certified=point.share("certified"),
+        p=math.inf if p is not None and p >= INFINITE_P else p,
+        weight=None if kind == ROUNDED else point.number("lambda", 0.0),
+    )
+
+
+def _certified(part: Reader) -> Certified:
+    eps, share = part.numbers("eps", 0.0), part.numbers("share", 0.0, 1.0)
+    if len(eps) != len(share) or not eps or list(eps) != sorted(eps):
+        raise SortRLError(
+            f"results: certificate.eps has {len(eps)} values and certificate.share {len(share)}; "
+            "expected as many, at least one, eps in rising order."
+        )
+    histogram = part.object("histogram")
+    edges, counts = histogram.numbers("edges", 0.0), histogram.numbers("counts", 0.0)
+    if len(edges) != len(counts) + 1 or any(a >= b for a, b in pairwise(edges)):
+        raise SortRLError(
+            f"results: certificate.histogram has {len(edges)} edges and {len(counts)} counts; "
+            "expected rising edges, one more than counts."
+        )
+    return Certified(
+        eps=eps,
+        share=share,
+        radius_median=part.number("radius_median", 0.0),
+        edges=edges,
+        counts=counts,
+        episode=_episode(part.object("episode")) if part.has("episode") else None,
+        whole_episodes=part.optional_share("fully_certified_episodes"),
+    )
+
+
+def _episode(part: Reader) -> Episode:
+    return Episode(part.integer("seed"), part.number("return"), part.numbers("radii", 0.0))
+
+
+def _student(part: Reader) -> Student:
+    kind = part.text("kind") if part.has("kind") else "sort"  # results of before there were other kinds do not say
+    rounded = kind == ROUNDED
+    return Student(
+        kind=kind,
+        parameters=part.integer("parameters"),
+        lipschitz=None if rounded else part.number("lipschitz", 0.0),
+        width=0 if rounded else part.integer("width"),
+        depth=0 if rounded else part.integer("depth"),
+    )
+
+
+def _data(part: Reader) -> Data:
+    return Data(
+        states=part.integer("states"),
+        distinct=part.integer("distinct"),
+        dagger_states=part.optional_integer("dagger_states"),
+        held_out_states=part.optional_integer("held_out_states"),
+        agreement=part.optional_share("agreement"),
+        certified=part.optional_share("certified"),
+    )
+
+
+def _stage_seconds(part: Reader) -> tuple[tuple[str, float], ...]:
+    """The stages that ran: a teacher that was loaded took no time worth telling, and may be null."""
+    names = [name for name, _ in part.flat()]
+    return tuple((name, part.number(name, 0.0)) for name in names if part.has(name))

@@ -1,0 +1,275 @@
+"""A run: a directory that :func:`open_run` locks and claims, the stages up to the policy, and what is measured of it.
+
+There is one way to write to a run, :func:`open_run`, and one to look at a finished one, :func:`read_run`.
+"""
+
+from __future__ import annotations
+
+import datetime
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from sortrl import attacks, nets
+from sortrl.certify import certificate_summary
+from sortrl.core.errors import SortRLError
+from sortrl.core.files import locked, read_json, read_object, remove_leftovers, write_json
+from sortrl.core.identity import Identity, differences, fingerprint, named, plain
+from sortrl.core.records import Policy, stored_rows
+from sortrl.envs import describe
+from sortrl.evaluate import provenance
+from sortrl.evaluate.returns import evaluate_curve
+from sortrl.evaluate.suite import evaluate_suite
+from sortrl.nets import CertifiedPolicy, zoo
+from sortrl.runs.config import RobustifyConfig
+from sortrl.runs.stages import RUN_FILE, TEST_SEED_OFFSET, Claim, Stages
+from sortrl.teachers import Teacher
+from sortrl.teachers.grading import LOG_FILE
+from sortrl.teachers.load.load import check_fit
+from sortrl.teachers.teacher import FILE_NAME as TEACHER_FILE
+from sortrl.teachers.train_sb3 import STATE_FILE
+
+SLOTS, IMAGE_SLOTS = 128, 64  # environments side by side
+TRAINED_HERE = "trained here"  # in the place of a given teacher's name
+# Settings that change what is measured of a policy, and nothing about the policy: another value is measured, not refused.
+MEASURED = tuple(
+    f"config.{name}" for name in ("episodes", "eps_grid", "attack", "suite", "suite_episodes", "adversary_steps")
+)
+FOLDERS = ("teacher", "student", "candidate-*", "provisional-student-*", "hardened", "polished", "suite", "suite/*")
+# What the stages after the teacher make.
+PARTS = (
+    *("data.safetensors", "dagger-*.safetensors", "search.*", "straighten.*", "steadying.safetensors"),
+    *("policy.safetensors", "training.json", "memory.json", "choice.json"),
+    *("evaluation.json", "certificate.json", "suite.json", "results.json"),
+    *FOLDERS[1:-1],
+)
+
+
+@contextmanager
+def open_run(
+    directory: Path,
+    env_id: str,
+    config: RobustifyConfig,
+    seed: int,
+    teacher: Teacher | None,
+    source: str | None = None,
+    *,
+    quiet: bool = True,
+    shared: Path | None = None,
+) -> Iterator[Run]:
+    """Open a run to go on with it, or begin it: locked, and only if what lies in the directory belongs to it.
+
+    ``teacher`` is the one given, None for one that the run trains; ``source`` says where it came from (default: its name).
+    ``shared`` is where several runs keep what they make of the same teacher.
+    """
+    if teacher is None:
+        source = TRAINED_HERE
+    identity = {
+        "env": env_id,
+        "seed": seed,
+        "teacher": teacher.name if source is None and teacher is not None else source,
+        "teacher_weights": None if teacher is None else fingerprint(teacher),
+        "config": config,
+    }
+    with locked(directory):
+        for folder in (folder for name in FOLDERS for folder in directory.glob(name)):
+            if folder.is_dir() and not folder.is_symlink():
+                remove_leftovers(folder)
+        yield Run(_claimed(directory, plain(identity)), env_id, config, seed, quiet, shared)
+
+
+def _claimed(directory: Path, identity: Identity) -> Claim:
+    """Write what the run is into its directory, unless parts of another run lie there.
+
+    A claim of which nothing was made keeps nobody out: a command that failed at once can be corrected and given again.
+    """
+    path, parts = directory / RUN_FILE, [found.name for name in PARTS for found in directory.glob(name)]
+    begun = {"identity": identity, "started": _now(), "stage_seconds": {}}
+    if not path.exists():
+        if parts:
+            raise SortRLError(
+                f"{directory} holds parts of a run ({', '.join(parts[:4])}) but no {RUN_FILE} that says of which. "
+                "Choose another --out, or delete it to start over."
+            )
+        claim = Claim(directory, begun)
+        claim.write()
+        return claim
+    claim = Claim(directory, read_object(path))
+    stored = claim.document.get("identity")
+    found = differences(stored, identity, ignored=MEASURED)
+    was_trained = isinstance(stored, dict) and stored.get("teacher") == TRAINED_HERE
+    if was_trained and identity["teacher"] != TRAINED_HERE:
+        parts += [name for name in (STATE_FILE, LOG_FILE) if (directory / "teacher" / name).exists()]
+    if found and parts:
+        raise SortRLError(
+            f"{directory} holds a run with other settings: {named(found)}. Choose another --out, or delete it to start over."
+        )
+    if found:
+        if not was_trained:
+            for name in (TEACHER_FILE, LOG_FILE):  # the copy of a teacher that is not this run's
+                (directory / "teacher" / name).unlink(missing_ok=True)
+        claim = Claim(directory, begun)
+    taken = claim.document.get("stage_seconds")
+    if not isinstance(taken, dict) or not all(isinstance(value, float) for value in taken.values()):
+        raise SortRLError(f"{path}: stage_seconds is {str(taken)[:60]}, expected numbers. Delete {path}.")
+    if stored != identity:
+        claim.document["identity"] = identity
+        claim.write()
+    return claim
+
+
+def _now() -> str:
+    return datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+class Run(Stages):
+    """The stages of a run and, behind the policy, what is measured of it."""
+
+    def evaluation(self, policies: dict[str, Policy]) -> list[dict[str, Any]]:
+        """Returns of each policy along ``eps_grid``, kept curve by curve; the clean student also gives the certificate."""
+        path = self.directory / "evaluation.json"
+        attack = attacks.by_name(self.config.attack)
+        rows = [
+            row
+            for row in (stored_rows(read_json(path), path) if path.exists() else [])
+            if row.get("episodes") == self.config.episodes  # others are measured again
+            and row["eps"] in self.config.eps_grid
+            and row["attack"] == (attack.name if row["eps"] > 0 else "none")
+        ]
+        done = {(row["policy"], row["eps"]) for row in rows}
+        slots = SLOTS if len(describe(self.env_id).obs_shape) == 1 else IMAGE_SLOTS
+        for name, policy in policies.items():
+            # A black box has no gradient to follow.
+            grid = (0.0,) if getattr(policy, "algorithm", None) == "callable" else self.config.eps_grid
+            grid = tuple(eps for eps in grid if (name, eps) not in done)
+            if not grid:
+                continue
+            with self._stage("evaluate", f"Evaluating the {name} at eps {', '.join(f'{eps:g}' for eps in grid)}") as p:
+                curve = evaluate_curve(
+                    policy,
+                    self.env_id,
+                    attack,
+                    grid,
+                    self.config.episodes,
+                    self.seed + TEST_SEED_OFFSET,
+                    slots=slots,
+                    name=name,
+                    progress=p,
+                )
+            clean = next((result for result in curve if result.eps_unit == 0), None)
+            if clean is not None and clean.radii is not None:
+                write_json(self.directory / "certificate.json", certificate_summary(clean, self.config.eps))
+            rows += [result.to_json() for result in curve]
+            rows.sort(key=lambda row: ([*policies].index(row["policy"]), row["eps"]))
+            write_json(path, rows)
+        return rows
+
+    def strongest(self, policy: CertifiedPolicy, teacher: Teacher) -> list[dict[str, Any]]:
+        """Returns of both at the eps that was trained for, under attacks of other kinds: one that fails proves nothing."""
+        if not self.config.suite or self.config.eps == 0:
+            return []
+        with self._timed("attack"):
+            result = evaluate_suite(
+                policy,
+                teacher,
+                self.env_id,
+                self.config.suite,
+                (self.config.eps,),
+                self.config.suite_episodes,
+                self.seed + TEST_SEED_OFFSET,
+                path=self.directory / "suite.json",
+                adversary_steps=self.config.adversary_steps,
+                quiet=self.quiet,
+                again=True,
+            )
+        return [row for row in result.rows if row["eps"] > 0]
+
+    def results(self, policy: CertifiedPolicy, teacher: Teacher, source: str, command: str) -> dict[str, Any]:
+        """Evaluate what is not evaluated yet and write results.json, from which alone the report is made."""
+        evaluation = self.evaluation({"teacher": teacher, "student": policy}) + self.strongest(policy, teacher)
+        info, training = describe(self.env_id), read_object(self.directory / "training.json")
+        units = info.raw_units(policy.normalizer.scale.numpy())
+        results = {
+            "schema": 1,
+            "kind": "robustify",
+            "sortrl": provenance.sortrl_version(),
+            "command": command,
+            "seed": self.seed,
+            "started": self.claim.document.get("started"),
+            "stage_seconds": self.claim.seconds,
+            "versions": provenance.versions(),
+            "machine": provenance.machine(),
+            "env": {
+                "id": self.env_id,
+                "obs_shape": list(info.obs_shape),
+                "obs_names": [name for name, _ in units],
+                "unit_to_raw": [scale for _, scale in units],
+                "n_actions": info.n_actions,
+                "max_steps": info.max_steps,
+            },
+            "teacher": {"name": teacher.name, "algorithm": teacher.algorithm, "source": source},
+            "config": plain(self.config),
+            "data": training.get("data"),
+            "memory": read_json(memory) if (memory := self.directory / "memory.json").exists() else None,
+            "policy": {
+                "kind": policy.kind,
+                "parameters": policy.parameter_count,
+                "lipschitz": policy.lipschitz if math.isfinite(policy.lipschitz) else None,
+                **plain(policy.describe()),
+                # How many: which ones is in the policy's file.
+                **({"pixels": len(policy.config.pixels)} if hasattr(policy.config, "pixels") else {}),
+            },
+            "training": training.get("history"),
+            "evaluation": evaluation,
+            "certificate": read_json(self.directory / "certificate.json"),
+        }
+        write_json(self.directory / "results.json", results)
+        return results
+
+
+def identity_of(directory: Path) -> dict[str, Any]:
+    """What a run, or an entry of the zoo, was started with: env, seed, teacher, config."""
+    directory = zoo.locate(directory)
+    if not (directory / "run.json").exists():
+        raise SortRLError(
+            f"{directory} is not the directory of a run (no run.json). Make one with: sortrl robustify ENV --out {directory}"
+        )
+    identity = read_object(directory / "run.json").get("identity")
+    if not isinstance(identity, dict):
+        raise SortRLError(
+            f"{directory / 'run.json'}: identity is {str(identity)[:60]}, expected an object. It is damaged."
+        )
+    return identity
+
+
+def trained_eps(directory: Path) -> float:
+    """The eps that the policy of a run was trained for."""
+    config = identity_of(directory).get("config")
+    eps = config.get("eps") if isinstance(config, dict) else None
+    if not isinstance(eps, (int, float)) or not 0 <= eps < float("inf"):
+        raise SortRLError(f"{directory / 'run.json'}: config.eps is {str(eps)[:60]}, expected a number. It is damaged.")
+    return float(eps)
+
+
+def read_run(directory: Path) -> tuple[str, CertifiedPolicy, Teacher | None]:
+    """The environment, the policy and (if it was kept) the teacher of a run, or of an entry of the zoo: only to be looked at."""
+    directory = zoo.locate(directory)
+    env_id = identity_of(directory).get("env")
+    # A name with a module in front would have Gymnasium import that module: a file must not choose what is run.
+    if not isinstance(env_id, str) or ":" in env_id:
+        raise SortRLError(
+            f"{directory / 'run.json'}: identity.env is {str(env_id)[:60]!r}, expected an environment's id."
+        )
+    folder = directory / "teacher"
+    teacher = Teacher.load(folder) if (folder / "teacher.safetensors").exists() else None
+    policy, info = nets.load(directory), describe(env_id)
+    if policy.obs_shape != info.obs_shape or policy.n_actions != info.n_actions:
+        raise SortRLError(
+            f"{directory}: the policy sees {policy.obs_shape} and has {policy.n_actions} actions, but {env_id} has "
+            f"{info.obs_shape} and {info.n_actions}. The files are not of one run."
+        )
+    if teacher is not None:
+        check_fit(teacher, info)
+    return env_id, policy, teacher

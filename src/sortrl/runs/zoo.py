@@ -1,0 +1,216 @@
+"""From a run to an entry of the zoo: a small policy, and a card that says what it is and how it was measured."""
+
+from __future__ import annotations
+
+import math
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from sortrl import nets
+from sortrl.core.checkpoint import damage_named
+from sortrl.core.errors import SortRLError
+from sortrl.core.files import read_object, read_tensors, write_json, write_tensors, write_text
+from sortrl.data.dataset import load_demonstrations
+from sortrl.nets import zoo
+from sortrl.nets.base import FILE_NAME, CertifiedPolicy
+from sortrl.runs.run import TRAINED_HERE, identity_of
+from sortrl.teachers.grading import LOG_FILE
+
+HALF_AGREEMENT = 0.999
+AGAIN = "Fetch the entry again."
+SAMPLE = 20_000  # states on which the two precisions are compared
+
+
+def publish(run: Path, name: str, folder: Path = Path("zoo"), with_teacher: bool = False) -> Path:
+    """Write ``folder/name`` from a finished run; ``with_teacher`` says that its teacher, if it was given, may be passed on.
+
+    Weights are stored in half precision if the policy's action stays the same in 99.9 % of its training states; the
+    certificates of such a policy are those of the rounded weights, so they hold either way.
+    """
+    if not re.fullmatch(r"[a-z0-9][a-z0-9-]*", name):
+        raise SortRLError(f"An entry of the zoo cannot be called {name!r}; use lower-case letters, digits and hyphens.")
+    identity, results = identity_of(run), read_object(run / "results.json")
+    entry = folder / name
+    if entry.exists():
+        raise SortRLError(f"{entry} exists already. Delete it first to replace it.")
+    try:
+        agreement = _write_policy(run, entry)
+        files = [FILE_NAME, "run.json"]
+        identity["teacher"] = Path(str(identity.get("teacher"))).name  # not where it once lay
+        write_json(entry / "run.json", {"identity": identity})
+        # A teacher that was given is somebody's; one that was trained for the run is ours to pass on.
+        ours = with_teacher or identity["teacher"] == TRAINED_HERE
+        if ours and (run / "teacher" / "teacher.safetensors").exists():
+            (entry / "teacher").mkdir()
+            shutil.copy(run / "teacher" / "teacher.safetensors", entry / "teacher")
+            files.append("teacher/teacher.safetensors")
+        log = run / "teacher" / LOG_FILE
+        trained = _training(read_object(log)) if ours and log.exists() else None
+        found = _card(name, results, agreement, {file: zoo.sha256(entry / file) for file in files}, trained)
+        write_text(entry / "README.md", card_text(found))
+        write_json(entry / zoo.CARD, found)  # the last: without it there is no entry
+    except BaseException:
+        shutil.rmtree(entry, ignore_errors=True)
+        raise
+    return entry
+
+
+def _write_policy(run: Path, entry: Path) -> float | None:
+    """In half precision if that changes next to nothing: then the share of states with the same action."""
+    policy = nets.load(run)
+    tensors, metadata = read_tensors(run / FILE_NAME)
+    halved = {name: tensor.half() if _is_weight(name, tensor) else tensor for name, tensor in tensors.items()}
+    write_tensors(entry / FILE_NAME, halved, metadata)
+    states = load_demonstrations(run / "data.safetensors").obs
+    states = states[:: -(-len(states) // SAMPLE)]
+    agreement = float((_actions(nets.load(entry), states) == _actions(policy, states)).mean())
+    if agreement >= HALF_AGREEMENT:
+        return agreement
+    write_tensors(entry / FILE_NAME, tensors, metadata)
+    return None
+
+
+def _is_weight(name: str, tensor: torch.Tensor) -> bool:
+    """Positions of units and linear weights; not means, statistics of observations or settings."""
+    return name.endswith(".weight") and tensor.dtype == torch.float32
+
+
+def _actions(policy: CertifiedPolicy, states: Any) -> Any:
+    return np.concatenate([policy.predict(part)[0] for part in np.array_split(states, -(-len(states) // 1024))])
+
+
+def _training(log: dict[str, Any]) -> dict[str, Any]:
+    """How long the teacher took to the state that was kept, its best."""
+    try:
+        best = max(log["history"], key=lambda row: float(row["return"]))
+        found = {key: best[key] for key in ("step", "return", "hours") if key in best}
+    except (KeyError, TypeError, ValueError, OverflowError, IndexError) as error:
+        raise SortRLError(f"The teacher's training log lacks a return for each entry ({str(error)[:200]}).") from error
+    if "before" in log:  # of an agent that imitates its own best tries
+        found["imitates"] = _training(log["before"]) if isinstance(log["before"], dict) else None
+    return found
+
+
+def _card(
+    name: str,
+    results: dict[str, Any],
+    agreement: float | None,
+    files: dict[str, str],
+    training: dict[str, Any] | None = None,
+) -> dict[str, Any]:
+    certificate = results["certificate"]
+    shares = dict(zip(map(str, certificate["eps"]), certificate["share"], strict=True))
+    columns = ("policy", "attack", "eps", "mean", "sem", "episodes")
+    return {
+        "format": zoo.FORMAT,
+        "name": name,
+        "env": results["env"]["id"],
+        "teacher": results["teacher"]["name"],
+        "teacher_training": training,
+        "policy": results["policy"],
+        "command": without_folders(results["command"]),
+        "seed": results["seed"],
+        "eps": results["config"]["eps"],
+        "preset": results["config"]["preset"],
+        "half_precision_agreement": agreement,
+        "returns": [{column: row.get(column) for column in columns} for row in results["evaluation"]],
+        "certified": shares,
+        "sortrl": results["sortrl"],
+        "versions": results["versions"],
+        "machine": results["machine"],
+        "files": files,
+    }
+
+
+def without_folders(command: str) -> str:
+    """A command without the folders of the machine it ran on.
+
+    >>> without_folders("sortrl robustify sortrl/Jumper-train-v0 --teacher /data/ppo.pt")
+    'sortrl robustify sortrl/Jumper-train-v0 --teacher ppo.pt'
+    """
+    return " ".join(Path(part).name if Path(part).is_absolute() else part for part in command.split(" "))
+
+
+def described(where: Path) -> str:
+    """The card of an entry for people, from its folder."""
+    with damage_named(where / zoo.CARD, AGAIN):
+        return card_text(zoo.card(where))
+
+
+def summed_up(where: Path) -> str:
+    """An entry in a line."""
+    with damage_named(where / zoo.CARD, AGAIN):
+        found = zoo.card(where)
+        clean = [row["mean"] for row in found["returns"] if row["policy"] == "student" and row["eps"] == 0]
+        return f"{found['env']:<24} clean return {clean[0]:.1f}, trained for eps {found['eps']:.4g}"
+
+
+def _origin(found: dict[str, Any]) -> str:
+    if found.get("preset") == "memory":
+        return f"a memory of the best episodes of {found['teacher']}: the nearest neighbour in l_inf among their states"
+    if found.get("preset") == "rounded":
+        return f"distilled from {found['teacher']} on pixels compared with thresholds in the gaps between their values"
+    return f"distilled from {found['teacher']} for perturbations of l_inf size {found['eps']:g} in the policy's input units"
+
+
+def _teacher_lines(training: dict[str, Any] | None) -> list[str]:
+    if training is None:
+        return []
+    hours = f", {training['hours']:.1f} hours" if "hours" in training else ""
+    had = f"had {training['return']:.1f} after {training['step']:,} steps of"
+    if "imitates" in training:
+        return [*_teacher_lines(training["imitates"]), f"- it {had} imitating the best of its own tries"]
+    return [f"- the teacher {had} training{hours}"]
+
+
+def _share_at(shares: dict[float, float], eps: float) -> str:
+    """What is certified at the next larger eps that the card has is certified at this one too; never rounded up."""
+    share = shares[min(size for size in shares if size >= eps)]
+    return f"{math.floor(share * 1000) / 10:.1f}%"
+
+
+def card_text(found: dict[str, Any]) -> str:
+    rows = [
+        f"| {row['policy']} | {row['attack']} | {row['eps']:g} | {row['mean']:.1f} ± {row['sem']:.1f} |"
+        for row in found["returns"]
+    ]
+    shares = {float(eps): share for eps, share in found["certified"].items()}
+    wanted = sorted({row["eps"] for row in found["returns"] if row["eps"] <= max(shares)})
+    agreement = found["half_precision_agreement"]
+    precision = (
+        "single precision"
+        if agreement is None
+        else f"half precision (same action in {agreement:.2%} of the training states)"
+    )
+    return "\n".join(
+        [
+            f"# zoo:{found['name']}",
+            "",
+            f"A certified policy for `{found['env']}`, {_origin(found)}.",
+            "",
+            "```python",
+            "import sortrl",
+            "",
+            f'policy = sortrl.load("zoo:{found["name"]}")',
+            "```",
+            "",
+            "| policy | attack | eps | return (mean ± SEM) |",
+            "|---|---|---|---|",
+            *rows,
+            "",
+            "Share of the states of clean episodes whose action is proven: "
+            + ", ".join(f"{_share_at(shares, eps)} at {eps:g}" for eps in wanted)
+            + ".",
+            "",
+            f"- made by `{found['command']}`, seed {found['seed']}, sortrl {found['sortrl']}",
+            *_teacher_lines(found.get("teacher_training")),
+            f"- {found['policy']['parameters']} parameters, weights in {precision}",
+            *(f"- sha256 of `{file}`: `{digest}`" for file, digest in found["files"].items()),
+            "",
+        ]
+    )
