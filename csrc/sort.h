@@ -298,10 +298,10 @@ inline void list_queue(const Lanes& at, V bar, Search& search) {
   }
 }
 
-// Search by a queue.
+// Search by a queue. Not inlined: beside the other search, its loops would run out of registers.
 template <int K, bool WithCodes, class Distance>
-inline void top_k_by_queue(const Distance& distance, const Lanes& at, Search& search, V (&largest)[K],
-                           VI (&codes)[K]) {
+__attribute__((noinline)) void top_k_by_queue(const Distance& distance, const Lanes& at, Search& search,
+                                              V (&largest)[K], VI (&codes)[K]) {
   const auto value_at = [distance, lo = at.lo, hi = at.hi, panel = search.panel.data()](int64_t i) {
     return distance(broadcast(lo[i]), broadcast(hi[i]), load(panel + i * kLanes));
   };
