@@ -29,6 +29,29 @@ inline V load(const float* p) {
   return v;
 }
 
+// The first `count` lanes from memory, the others 0.
+inline V load_first(const float* p, int64_t count) {
+  V v{};
+  std::memcpy(&v, p, size_t(count) * sizeof(float));
+  return v;
+}
+
+// Lane l from p[l * stride]. (The masked form of the gather, because the plain one draws a false warning from GCC 12.)
+inline VI load_strided(const int32_t* p, int64_t stride) {
+#if defined(__AVX512F__)
+  const __m512i lane = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+  return (VI)_mm512_mask_i32gather_epi32(_mm512_setzero_si512(), 0xffff,
+                                         _mm512_mullo_epi32(lane, _mm512_set1_epi32(int32_t(stride))), p, 4);
+#elif defined(__AVX2__)
+  const __m256i lane = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+  return (VI)_mm256_i32gather_epi32(p, _mm256_mullo_epi32(lane, _mm256_set1_epi32(int32_t(stride))), 4);
+#else
+  return VI{p[0], p[stride], p[2 * stride], p[3 * stride]};
+#endif
+}
+
+inline V load_strided(const float* p, int64_t stride) { return (V)load_strided(reinterpret_cast<const int32_t*>(p), stride); }
+
 inline void store(float* p, V v) { std::memcpy(p, &v, sizeof v); }
 
 inline V broadcast(float s) { return s - V{}; }
@@ -80,28 +103,38 @@ inline uint32_t lanes_equal(V a, V b) {
 #endif
 }
 
-// Append the lanes of `values` that are set in `lanes`, with their numbers and a common tag; returns how many. May
+// Append the lanes of `values` that are set in `lanes`, and those of `codes` unless `code` is null; returns how many. May
 // write, but not count, up to kLanes entries.
-inline int compress(V values, uint32_t lanes, int32_t tag, float* value, int32_t* lane, int32_t* tags) {
+inline int32_t compress(V values, VI codes, uint32_t lanes, float* value, int32_t* code) {
 #if defined(__AVX512F__)
-  const __m512i numbers = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
   _mm512_storeu_ps(value, _mm512_maskz_compress_ps(__mmask16(lanes), (__m512)values));
-  _mm512_storeu_si512(lane, _mm512_maskz_compress_epi32(__mmask16(lanes), numbers));
-  _mm512_storeu_si512(tags, _mm512_set1_epi32(tag));
+  if (code) _mm512_storeu_si512(code, _mm512_maskz_compress_epi32(__mmask16(lanes), (__m512i)codes));
   return __builtin_popcount(lanes);
 #else
-  float stored[kLanes];
-  store(stored, values);
-  int count = 0;
+  float value_of[kLanes];
+  int32_t code_of[kLanes];
+  store(value_of, values);
+  std::memcpy(code_of, &codes, sizeof code_of);
+  int32_t count = 0;
   for (; lanes; lanes &= lanes - 1, ++count) {
     const int l = __builtin_ctz(lanes);
-    value[count] = stored[l];
-    lane[count] = l;
-    tags[count] = tag;
+    value[count] = value_of[l];
+    if (code) code[count] = code_of[l];
   }
   return count;
 #endif
 }
+
+// Where a > b, in the form that select() takes.
+#if defined(__AVX512F__)
+typedef __mmask16 Mask;
+inline Mask exceeds(V a, V b) { return _mm512_cmp_ps_mask((__m512)a, (__m512)b, _CMP_GT_OQ); }
+inline VI select(Mask mask, VI a, VI b) { return (VI)_mm512_mask_blend_epi32(mask, (__m512i)b, (__m512i)a); }
+#else
+typedef VI Mask;
+inline Mask exceeds(V a, V b) { return a > b; }
+inline VI select(Mask mask, VI a, VI b) { return mask ? a : b; }
+#endif
 
 inline bool any_at_least(V a, V b) {
 #if defined(__x86_64__)

@@ -18,9 +18,10 @@ namespace sortrl::SORTRL_ISA {
 template <class T>
 class Buffer {
  public:
-  explicit Buffer(int64_t size) : size_(size) {
+  explicit Buffer(int64_t size) : data_(nullptr), size_(size) {
+    if (size == 0) return;
     const size_t bytes = (size_t(size) * sizeof(T) + 63) / 64 * 64;
-    data_ = static_cast<T*>(std::aligned_alloc(64, std::max<size_t>(bytes, 64)));
+    data_ = static_cast<T*>(std::aligned_alloc(64, bytes));
     if (!data_) throw std::bad_alloc();
   }
   Buffer(int64_t size, T value) : Buffer(size) { std::fill(data_, data_ + size, value); }

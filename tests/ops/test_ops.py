@@ -87,6 +87,17 @@ def test_sort_dist_is_its_definition(shape, top):
     assert_same(ours, definition, 2e-6)
 
 
+@pytest.mark.parametrize("top", [1, 3, 12, 32])
+@pytest.mark.parametrize("shape", [(9, 640, 33), (3, 1100, 5), (2, 2500, 3), (130, 40, 17), (2, 7056, 18)])
+def test_sort_dist_is_its_definition_where_many_values_are_equal(shape, top):
+    """Whole numbers, so that ranks are full of ties; enough inputs that whole blocks of them are skipped."""
+    x, w, _, _, grad = problem(*shape, masked=False)
+    x, w, mix = (2 * x).round(), (2 * w).round(), torch.rand(top, generator=torch.Generator().manual_seed(top))
+    ours = with_gradients(lambda a, b: ops.sort_dist(a, b, mix), x, w, grad)
+    definition = with_gradients(lambda a, b: reference.sort_dist(a, b, mix), x.double(), w.double(), grad)
+    assert_same(ours, definition, 2e-6)
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 def test_bounds_are_their_definition_and_hold(shape):
     lo, w, _, _, _ = problem(*shape, masked=False)
