@@ -9,6 +9,7 @@ from typing import Any
 
 from sortrl.core.errors import SortRLError
 from sortrl.core.files import locked
+from sortrl.distill.loop import PRESETS, DistillConfig
 from sortrl.experiments import certificate_study
 from sortrl.experiments.figure1 import Scale, Unit, agent_of
 from sortrl.experiments.settings import PLANS, TASKS
@@ -17,8 +18,19 @@ from sortrl.runs.config import robustify_config
 from sortrl.runs.run import open_run
 from sortrl.teachers import teacher_preset, train_teacher
 
-# States per task, the clean episodes they are drawn from, and boxes that the complete search may open for each.
 IMAGES = "sortrl/Breakout10-v0"
+# What the valid range adds is asked of a student that sees the pixels as they are: ramps are constant where they leave it.
+PLAIN_PIXELS = replace(
+    PRESETS["fast"],
+    depth=3,
+    steps=1000,
+    batch=256,
+    lambda_end=0.5,
+    warm_share=0.4,
+    final_share=0.15,
+    exact_share=0.1,
+)
+# States per task, the clean episodes they are drawn from, and boxes that the complete search may open for each.
 SIZES = {"smoke": (8, 1, 200), "cpu": (100, 10, 5_000), "paper": (1_000, 50, 20_000)}
 
 
@@ -49,7 +61,10 @@ def certificates(
 
 def _of_images(scale: Scale, work: Path) -> CertifiedPolicy:
     """A student of a small game, and its teacher, trained or read back."""
-    preset, config = teacher_preset(IMAGES), robustify_config(IMAGES, train_teacher=False, **dict(PLANS[scale].changes))
+    changes = dict(PLANS[scale].changes)
+    preset, config = teacher_preset(IMAGES), robustify_config(IMAGES, train_teacher=False, **changes)
+    own = {name: value for name, value in changes.items() if name in DistillConfig.__dataclass_fields__}
+    config = replace(config, distill=replace(PLAIN_PIXELS, eps=config.eps, **own))
     if scale == "smoke":
         preset = replace(preset, total_steps=4096, eval_every=4096)
     name = IMAGES.replace("/", "-")
