@@ -14,8 +14,8 @@ import sortrl
 from sortrl.attacks import PGD
 from sortrl.certify import certified_levels, save_certificates
 from sortrl.data.dataset import load_demonstrations
-from sortrl.distill import DistillConfig, distill
-from sortrl.experiments.certificates import clean_episodes, clipping
+from sortrl.distill import distill
+from sortrl.experiments.certificates import PLAIN_PIXELS, clean_episodes, clipping
 from sortrl.nets import Centre, Ramp
 from sortrl.runs.run import read_run
 from sortrl.teachers.config import PQN_TEACHERS
@@ -82,9 +82,7 @@ def test_a_pixel_cannot_be_darker_than_black(run):
     """The valid range adds to the radius, which counts in levels of grey. Behind ramps, which are constant there, it cannot."""
     env_id, _, teacher = read_run(run)
     data = load_demonstrations(run / "data.safetensors")
-    how = {"batch": 256, "width": 128, "depth": 3, "lambda_end": 0.5, "warm_share": 0.4}
-    config = DistillConfig(eps=EPS, steps=800, final_share=0.15, exact_share=0.1, **how)
-    policy = distill(data, teacher.normalizer, config).policy
+    policy = distill(data, teacher.normalizer, replace(PLAIN_PIXELS, eps=EPS, steps=800)).policy
     played = clean_episodes(policy, env_id, 2, seed=4)
     found = clipping(policy, env_id, played, 40, PGD(10), reach=1.0)
     margin, interval, clipped, attack = (

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from sortrl.attacks import PGD
 from sortrl.core.errors import SortRLError
 from sortrl.core.normalizer import Normalizer
 from sortrl.core.records import Demonstrations
@@ -46,6 +47,17 @@ def test_ramps_stand_in_the_middle_of_the_widest_gaps_that_tell_enough():
     near = found_ramps(screen(2000, colours=(100, 112, 124)).obs, PIXELS)
     assert near.width * 255 == pytest.approx(10.0)
     assert near.width < 2 * min(GAPS) / 255 + 1e-9
+
+
+def test_of_ramps_that_show_the_same_the_one_across_the_widest_gap_is_kept():
+    rng = np.random.default_rng(0)
+    there = rng.random((2000, 1)) < 0.3
+    other = rng.random((2000, 1)) < 0.5
+    faint, bright, dark = (np.where(there, a, b) for a, b in ((60, 10), (250, 20), (30, 200)))
+    obs = np.concatenate([faint, bright, dark, np.where(other, 90, 10)], 1).astype(np.uint8)
+    ramps = found_ramps(obs, Normalizer.from_pixels((4,)))
+    assert ramps.pixels.tolist() == [1, 3], "the third shows the opposite of the others"
+    assert (ramps.centres * 255).tolist() == pytest.approx([135.0, 50.0])
 
 
 def test_pixels_without_gaps_are_standardised():
@@ -112,3 +124,18 @@ def test_exponents_and_temperature_of_the_recipe():
     assert exponents[360:] == [math.inf] * 40
     assert temperature(torch.tensor([[3.0, 0.0, -9.0], [0.0, 6.0, 5.0], [1.0, 1.0, 0.0]])) == pytest.approx(1 / 3)
     assert temperature(torch.zeros(4, 2)) == 1.0
+
+
+def test_attacks_find_their_way_through_saturated_ramps():
+    """Black and white saturate every ramp; beyond the gap an attack must succeed all the same, and within it cannot."""
+    data = screen(1000, colours=(0, 255, 255))
+    policy = distill(data, PIXELS, replace(CONFIG, steps=200)).policy
+    unit = PIXELS(screen(100, seed=7, colours=(0, 255, 255)).obs)
+    ramp = next(part for part in policy.front if isinstance(part, Ramp))
+    assert ((unit.flatten(1) - 0.5).abs() / ramp.width > ramp.limit).all()
+    gap = 0.5 - ramp.width * ramp.limit
+    assert (policy.certify_unit(unit).radius > 0.99 * gap).all()
+    for attack in (PGD(10), PGD(10, surrogate_p=8.0), PGD(10, loss="margin", surrogate_p=32.0)):
+        assert not attack(policy, unit, 0.99 * gap).changed.any()
+        found = attack(policy, unit, 0.49).changed
+        assert found.mean() > 0.2, f"{attack.name} found {found.sum()} of {len(found)}"

@@ -43,7 +43,7 @@ class DistillConfig:
     """First value of mu, which multiplies the scores in the cross-entropy. None: 0.5 / (eps * scale), so that margins of the size
     that is asked for matter from the first step on. (The paper starts at 1.)"""
     theta_factor: float = 2.0
-    """The hinge ends at theta = theta_factor * eps * scale."""
+    """The hinge ends at theta = theta_factor * eps * scale; with ramps, divided by their width."""
     soft_targets: float = 0.0
     """Share of the cross-entropy that is taken against the teacher's softmax instead of its action."""
     soft_temperature: float | None = 1.0

@@ -92,9 +92,10 @@ def found_ramps(obs: npt.NDArray[Any], normalizer: Normalizer) -> Ramps:
     for gap in GAPS:
         found = _across_gaps(counts, gap)
         if found.explained >= EXPLAINED and found.told > TOLD * narrowest:
+            kept = _different(obs, counts, found)
+            pixels, centres = found.pixels[kept], found.centres[kept]
             # As wide as the narrowest gap: beyond wider ones nothing moves until what they have more is used up.
-            centres = (found.centres - mean[found.pixels]) / scale[found.pixels]
-            return Ramps(found.pixels, centres, 2.0 * gap / float(scale[0]), 1.0)
+            return Ramps(pixels, (centres - mean[pixels]) / scale[pixels], 2.0 * gap / float(scale[0]), 1.0)
     spread = np.sqrt(total / counts.sum(1))
     pixels = np.flatnonzero(spread > VARYING * spread.max())
     centres = (counts[pixels] @ np.arange(BYTES)) / counts[pixels].sum(1)
@@ -116,9 +117,14 @@ def gap_centres(counts: npt.NDArray[np.int64], gap: float, levels: int, least: f
     return middles
 
 
+def _some(obs: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """States spread over the data (states, pixels)."""
+    return obs[:: -(-len(obs) // STATES)].reshape(-1, int(np.prod(obs.shape[1:])))
+
+
 def _counts(obs: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
     """How often (pixels, 256) each pixel takes each value, in states spread over the data."""
-    flat = obs[:: -(-len(obs) // STATES)].reshape(-1, int(np.prod(obs.shape[1:])))
+    flat = _some(obs)
     counts = np.empty((flat.shape[1], BYTES), np.int64)
     for begin in range(0, flat.shape[1], 512):
         columns = flat[:, begin : begin + 512].astype(np.int64)
@@ -166,3 +172,19 @@ def _across_gaps(counts: npt.NDArray[np.int64], gap: float) -> _Found:
         centres += middles.tolist()
     explained, told = 1.0 - left / float(_deviations(counts).sum()), 1.0 - untold / other
     return _Found(np.array(pixels, np.int64), np.array(centres, np.float64), explained, told)
+
+
+def _different(obs: npt.NDArray[Any], counts: npt.NDArray[np.int64], found: _Found) -> npt.NDArray[np.int64]:
+    """Numbers of the ramps to keep: of those that show the same in all states, or its opposite, the one across the widest gap.
+
+    Things move as a whole, so nearly half of the ramps tell nothing new, and each would give a perturbation one more chance.
+    """
+    states = _some(obs)
+    shown: dict[bytes, tuple[float, int]] = {}
+    for number, (pixel, centre) in enumerate(zip(found.pixels.tolist(), found.centres.tolist(), strict=True)):
+        above = states[:, pixel] > centre
+        key = np.packbits(above ^ above[0]).tobytes()
+        room = float(np.abs(np.flatnonzero(counts[pixel]) - centre).min())
+        if key not in shown or room > shown[key][0]:
+            shown[key] = room, number
+    return np.array(sorted(number for _, number in shown.values()), np.int64)

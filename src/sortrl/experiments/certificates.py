@@ -24,6 +24,7 @@ from sortrl.attacks import Attack
 from sortrl.certify import ACR_VARIANTS, acr, interval_radius, ladder
 from sortrl.core.errors import SortRLError
 from sortrl.core.files import locked, write_json
+from sortrl.distill import PRESETS, SortRecipe
 from sortrl.envs import EnvInfo, EnvSlots, Episode, describe, play_episodes
 from sortrl.evaluate import provenance
 from sortrl.evaluate.returns import episode_seeds, valid_range
@@ -36,6 +37,17 @@ from sortrl.runs.run import open_run
 from sortrl.teachers import teacher_preset, train_teacher
 
 IMAGES = "sortrl/Breakout10-v0"
+# What the valid range adds is asked of a student that sees the pixels as they are: ramps are constant where they leave it.
+PLAIN_PIXELS = replace(
+    PRESETS["fast"],
+    depth=3,
+    steps=1000,
+    batch=256,
+    lambda_end=0.5,
+    warm_share=0.4,
+    final_share=0.15,
+    exact_share=0.1,
+)
 # States per task, the clean episodes they are drawn from, and boxes that the complete search may open for each.
 SIZES = {"smoke": (8, 1, 200), "cpu": (100, 10, 5_000), "paper": (1_000, 50, 20_000)}
 ACR_STATES = 1000  # at most, per task: intervals cost more than margins
@@ -75,7 +87,11 @@ def certificates(
 
 def _of_images(scale: Scale, work: Path) -> CertifiedPolicy:
     """A student of a small game, and its teacher, trained or read back."""
-    preset, config = teacher_preset(IMAGES), robustify_config(IMAGES, train_teacher=False, **dict(PLANS[scale].changes))
+    changes = dict(PLANS[scale].changes)
+    preset, config = teacher_preset(IMAGES), robustify_config(IMAGES, train_teacher=False, **changes)
+    recipe = SortRecipe(PLAIN_PIXELS).for_eps(config.eps)
+    own = {name: value for name, value in changes.items() if name in recipe.options}
+    config = replace(config, student=recipe.with_options(**own))
     if scale == "smoke":
         preset = replace(preset, total_steps=4096, eval_every=4096)
     name = IMAGES.replace("/", "-")
