@@ -22,8 +22,9 @@ $(VENV)/.ready: pyproject.toml constraints.txt CMakeLists.txt $(wildcard csrc/*)
 	$(BIN)/sortrl info
 	@touch $@
 
-demo: setup  ## the main job, end to end, on CartPole-v1
-	$(BIN)/sortrl robustify CartPole-v1 --out runs/demo
+demo: setup  ## the main job, end to end: a trained Breakout agent becomes one that no attack at this eps can touch
+	$(BIN)/sortrl robustify sortrl/Breakout10-v0 --teacher zoo/breakout/teacher --out runs/demo
+	$(BIN)/sortrl watch runs/demo --beside-teacher
 
 test: setup  ## the tests, docstring examples included
 	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist worksteal

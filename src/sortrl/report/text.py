@@ -128,7 +128,20 @@ def summary_lines(results: Mapping[str, Any]) -> list[str]:
         ("time", f"{seconds(sum(taken for _, taken in run.stage_seconds))}" + (f" ({stages})" if stages else ""))
     )
     width = max(len(name) for name, _ in lines) + 2
-    return [f"{name:<{width}}{text}".replace("−", "-").replace(NONE, "-") for name, text in lines]
+    rows = [f"{name:<{width}}{text}" for name, text in lines]
+    return [row.replace("−", "-").replace(NONE, "-") for row in (*rows, plainly(run))]
+
+
+def plainly(run: Run) -> str:
+    """What came of it, in one sentence for someone who reads nothing else."""
+    parts = []
+    for policy in ("teacher", "student"):
+        clean, attacked = run.clean(policy), run.attacked(policy)
+        if clean is not None and attacked is not None:
+            moved = f"{number(clean.mean)} to {number(attacked.mean)}"
+            parts.append(f"{attacked.attack} takes the {policy} from {moved}")
+    proven = f"{percent(run.certified_at_eps)} of the student's decisions are proven"
+    return f"In short: {', '.join((*parts, proven))}."
 
 
 def _attack_name(run: Run) -> str:
