@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from sortrl.baselines.interval_q.network import fresh_network, gathered, same_network
-from sortrl.baselines.interval_q.training import Batch, Progress, Replay, explored, exploring
+from sortrl.baselines.interval_q.training import Batch, Progress, Replay, explored
 from sortrl.core.seeding import generators_restored, one_thread
 from sortrl.envs import Fleet
 from sortrl.nets.interval_policy import IntervalPolicy
@@ -34,8 +34,8 @@ class DistillationConfig:
     batch: int = 128
     learning_rate: float = 1e-3
     """Of Adam, falling linearly to a tenth."""
-    exploration: float = 0.4
-    """Share of random actions, as :class:`TrainingConfig` has it: without failures nothing would tell what they cost."""
+    exploration: float = 0.2
+    """Share of random actions: without them only the teacher's own would be valued."""
     margin: float = 0.8
     """By which the teacher's action is to lead, in action values."""
     renew_every: int = 20
@@ -108,13 +108,12 @@ def _learn(
     """Let the teacher play, and minimise a loss of transitions and of the teacher's actions there."""
     with one_thread(), generators_restored(), closing(Fleet(env_id, config.games, seed)) as fleet:
         generator = torch.Generator().manual_seed(seed)
-        shares = exploring(config.exploration, config.games)
         replay = Replay(config.decisions, torch.from_numpy(fleet.obs), {})
         for _ in range(config.decisions // config.games):
             obs = torch.from_numpy(fleet.obs.copy())
             with torch.no_grad():
                 own = teacher.scores(teacher.normalize(obs)).argmax(1)
-            replay.play(fleet, obs, explored(own, teacher.n_actions, shares, generator))
+            replay.play(fleet, obs, explored(own, teacher.n_actions, config.exploration, generator))
         optimizer = torch.optim.Adam(policy.head.parameters(), lr=config.learning_rate)
         for update in range(config.updates):
             for group in optimizer.param_groups:

@@ -214,15 +214,6 @@ class Replay:
         return dict(self._kept)
 
 
-def exploring(share: float, games: int) -> Tensor:
-    """Shares of random actions (games,): powers 0 to 7 of ``share``.
-
-    >>> [round(share, 3) for share in exploring(0.4, 3).tolist()]
-    [1.0, 0.04, 0.002]
-    """
-    return share ** torch.linspace(0.0, 7.0, games)
-
-
 def explored(greedy: Tensor, n_actions: int, share: Tensor | float, generator: torch.Generator) -> Tensor:
     """The greedy actions, a ``share`` of them replaced by random ones."""
     random = torch.randint(n_actions, (len(greedy),), generator=generator)
@@ -280,7 +271,7 @@ def fine_tune(
         due = decision % config.every  # decisions since the last update
         before, began = float(stored.get("seconds", torch.zeros(()))), time.monotonic()
         valid = Valid(*valid_range(start, info))
-        shares = exploring(config.exploration, config.games)
+        shares = config.exploration ** torch.linspace(0.0, 7.0, config.games)
         loss = torch.zeros(())
         with closing(fleet):
             while decision < config.decisions:
