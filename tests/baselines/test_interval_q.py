@@ -409,12 +409,3 @@ def test_action_certification_rates_as_three_papers_count_them():
     assert rates["SA-DQN"] >= rates["SortRL"]  # a smaller box, no rounding
     assert rates["RADIAL"] < 1
     assert acr(policy, "CartPole-v1", 10.0, episodes=2)["RADIAL"] == 0.0
-
-
-def test_some_games_keep_failing_while_others_play_greedily():
-    generator = torch.Generator().manual_seed(0)
-    shares = TrainingConfig(0.1).exploration ** torch.linspace(0.0, 7.0, 8)
-    greedy = torch.zeros(8, dtype=torch.int64)
-    played = torch.stack([training.explored(greedy, 2, shares, generator) for _ in range(2_000)]).float().mean(0)
-    assert float(played[0]) == pytest.approx(0.5, abs=0.05)  # at random
-    assert float(played[-1]) < 0.01

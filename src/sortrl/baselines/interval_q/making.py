@@ -39,9 +39,7 @@ Name = Literal[
 ]
 NAMES: tuple[Name, ...] = get_args(Name)
 RECORD = "baseline.json"
-SENSORS_KAPPA = (
-    0.02  # of SA-DQN where rewards are not clipped, so that action values are a hundred times those of Atari
-)
+SENSORS_KAPPA = 0.1  # of SA-DQN where rewards are not clipped, so that action values are a hundred times those of Atari
 
 _METHODS: dict[str, Method] = {
     "rs-dqn": RSDQN(),

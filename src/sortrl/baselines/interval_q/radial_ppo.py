@@ -55,8 +55,8 @@ class RadialPPOConfig:
     ent_coef: float = 0.0
     warm_up: float = 0.05
     """Share of the decisions in which only the critic learns: the actor comes from the teacher, the critic from nothing."""
-    tests: int = 3
-    test_episodes: int = 5
+    tests: int = 4
+    test_episodes: int = 10
 
     def __post_init__(self) -> None:
         for name in ("decisions", "games", "steps", "epochs", "batch", "tests", "test_episodes"):

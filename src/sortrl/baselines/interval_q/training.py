@@ -48,13 +48,13 @@ class TrainingConfig:
     """Steps of the environments."""
     eps_reached: float = 0.7
     """Share of the decisions after which eps has its full size."""
-    games: int = 8
+    games: int = 4
     """Environments side by side."""
     every: int = 4
     """Decisions per update."""
     batch: int = 128
     """Transitions per update."""
-    learning_rate: float = 1e-4
+    learning_rate: float = 2.5e-4
     """Of Adam; it falls linearly to a tenth."""
     gamma: float = 0.99
     """Discount factor: that of the teacher."""
@@ -64,12 +64,11 @@ class TrainingConfig:
     """Decisions before the first update."""
     target_every: int = 250
     """Updates between copies to the target network."""
-    exploration: float = 0.4
-    """Share of random actions: its powers 0 to 7 in the games, the first of which is played at random (after Ape-X).
-    An agent that never fails would otherwise fill the replay with successes, forget what failure looks like, and collapse."""
-    tests: int = 3
+    exploration: float = 0.05
+    """Share of random actions."""
+    tests: int = 4
     """In the last fifth of the decisions the agent is tested this often, and the best one is kept."""
-    test_episodes: int = 5
+    test_episodes: int = 10
     """Episodes of a test, under PGD-10 at ``eps``."""
 
     def __post_init__(self) -> None:
@@ -214,7 +213,7 @@ class Replay:
         return dict(self._kept)
 
 
-def explored(greedy: Tensor, n_actions: int, share: Tensor | float, generator: torch.Generator) -> Tensor:
+def explored(greedy: Tensor, n_actions: int, share: float, generator: torch.Generator) -> Tensor:
     """The greedy actions, a ``share`` of them replaced by random ones."""
     random = torch.randint(n_actions, (len(greedy),), generator=generator)
     return torch.where(torch.rand(len(greedy), generator=generator) < share, random, greedy)
@@ -271,14 +270,13 @@ def fine_tune(
         due = decision % config.every  # decisions since the last update
         before, began = float(stored.get("seconds", torch.zeros(()))), time.monotonic()
         valid = Valid(*valid_range(start, info))
-        shares = config.exploration ** torch.linspace(0.0, 7.0, config.games)
         loss = torch.zeros(())
         with closing(fleet):
             while decision < config.decisions:
                 obs = torch.from_numpy(fleet.obs.copy())
                 with torch.no_grad():
                     greedy = nets["q"](start.normalize(obs)).argmax(1)
-                played = replay.play(fleet, obs, explored(greedy, info.n_actions, shares, generator))
+                played = replay.play(fleet, obs, explored(greedy, info.n_actions, config.exploration, generator))
                 recent = [*recent, *played][-50:]
                 previous, decision = decision, decision + config.games
                 due += config.games
