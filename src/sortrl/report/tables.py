@@ -47,3 +47,20 @@ def raw_table(run: Run) -> Table:
         for name, scale in raw_rows(run)
     )
     return Table(("observation", "median radius", f"ε = {short(run.eps)}", "scale"), rows)
+
+
+def ladder_table(run: Run) -> Table:
+    """What each certified radius costs: the students that were tried, on validation episodes."""
+    rows = tuple(
+        (
+            f"{rung.number}{', kept' if rung.chosen else ''}",
+            short(rung.eps),
+            number(rung.clean),
+            NONE if rung.kept is None else percent(max(rung.kept, 0.0)),
+            f"{number(rung.attacked)}" + ("" if rung.attack == "none" else f" ({rung.attack})"),
+            percent(rung.certified),
+        )
+        for rung in run.ladder
+    )
+    headings = ("rung", "margins for ε", "return, clean", "skill kept", "worst of the quick checks")
+    return Table((*headings, f"certified at ε = {short(run.eps)}"), rows)

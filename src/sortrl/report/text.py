@@ -8,9 +8,22 @@ from html import escape
 from typing import Any
 
 from sortrl.report.model import Run, read_run
-from sortrl.report.tables import Table, evaluation_table, raw_table
-from sortrl.report.words import NONE, headline, number, percent, plus_minus, raw_rows, rounded_down, seconds, short
+from sortrl.report.tables import Table, evaluation_table, ladder_table, raw_table
+from sortrl.report.words import (
+    NONE,
+    headline,
+    number,
+    percent,
+    plus_minus,
+    raw_rows,
+    rounded_down,
+    seconds,
+    short,
+    warning,
+)
 
+LADDER_TITLE = "## What each certified radius costs"
+LADDER_NOTE = "Students that were tried, on validation episodes. Skill: 0 is random play, 1 the teacher."
 _NAMED_DIMENSIONS = 6  # more would not fit a terminal line
 
 
@@ -22,7 +35,7 @@ def summary_lines(results: Mapping[str, Any]) -> list[str]:
         ("task", f"{run.env_id}, teacher {run.teacher}" + (f" ({run.teacher_source})" if run.teacher_source else "")),
         ("return, clean", _beside(run, "clean")),
         (_attack_name(run), _beside(run, "attacked")),
-        (f"certified at eps {short(run.eps)}", f"{percent(run.certified_at_eps)} of the visited states"),
+        (f"certified at eps {short(run.eps)}", _certified(run)),
         ("median radius", f"{rounded_down(median)} in unit space"),
     ]
     if run.unit_to_raw:
@@ -44,7 +57,14 @@ def summary_lines(results: Mapping[str, Any]) -> list[str]:
         ("time", f"{seconds(sum(taken for _, taken in run.stage_seconds))}" + (f" ({stages})" if stages else ""))
     )
     width = max(len(name) for name, _ in lines) + 2
-    return [f"{name:<{width}}{text}".replace("−", "-").replace(NONE, "-") for name, text in lines]
+    first = [] if (said := warning(run)) is None or run.gate is None else [said, run.gate.advice]
+    return [*first, *(f"{name:<{width}}{text}".replace("−", "-").replace(NONE, "-") for name, text in lines)]
+
+
+def _certified(run: Run) -> str:
+    row = run.attacked("student")
+    under = "" if row is None or row.certified_share is None else f", {percent(row.certified_share)} under {row.attack}"
+    return f"{percent(run.certified_at_eps)} of the states visited in clean play{under}"
 
 
 def _attack_name(run: Run) -> str:
@@ -54,9 +74,11 @@ def _attack_name(run: Run) -> str:
 
 def _beside(run: Run, which: str) -> str:
     parts = []
+    own = None if which == "clean" else run.attacked("student")
     for policy in ("student", "teacher"):
         row = run.clean(policy) if which == "clean" else run.attacked(policy)
-        parts.append(f"{policy} {NONE if row is None else plus_minus(row.mean, row.sem)}")
+        other = "" if row is None or own is None or row.attack == own.attack else f" under {row.attack}"
+        parts.append(f"{policy} {NONE if row is None else plus_minus(row.mean, row.sem)}{other}")
     return ", ".join(parts)
 
 
@@ -65,7 +87,9 @@ def markdown(results: Mapping[str, Any]) -> str:
     run = read_run(results)
     parts = [
         f"# {_plain(run.env_id)}: robustness report",
+        *([f"**{_plain(said)}** {_plain(run.gate.advice)}"] if (said := warning(run)) and run.gate else []),
         _plain(headline(run)),
+        *([LADDER_TITLE, _table(ladder_table(run)), LADDER_NOTE] if run.ladder else []),
         "## Evaluation",
         _table(evaluation_table(run)),
         "Return: mean ± standard error over the episodes. Certified: share of the visited states whose action no "

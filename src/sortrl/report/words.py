@@ -108,8 +108,18 @@ def _returns(run: Run, policy: str) -> str:
     return " and ".join(parts)
 
 
-def beside_teacher(row: Row | None) -> str:
-    return f"teacher {number(row.mean)}" if row is not None else "no teacher row"
+def beside_teacher(row: Row | None, attack: str = "none") -> str:
+    """The teacher's figure; where it is another attack's than the one beside it, with that one's name."""
+    if row is None:
+        return "no teacher row"
+    return f"teacher {number(row.mean)}" + ("" if row.attack == attack else f" under {row.attack}")
+
+
+def warning(run: Run) -> str | None:
+    """What stands before everything else, if the student is not to be relied on."""
+    if run.gate is None or run.gate.passed:
+        return None
+    return f"Do not rely on this student: {run.gate.reason}."
 
 
 def raw_rows(run: Run, most: int = 24) -> list[tuple[str, float]]:

@@ -5,11 +5,15 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
+
 from sortrl import attacks
 from sortrl.certify import certificate_summary
 from sortrl.core.files import read_json, read_object, write_json
 from sortrl.core.identity import plain
 from sortrl.core.records import Policy, stored_rows
+from sortrl.distill import LadderRecipe, in_units
+from sortrl.distill.ladder import LADDER_FILE, Skill, gate
 from sortrl.envs import describe
 from sortrl.evaluate import provenance
 from sortrl.evaluate.returns import evaluate_curve
@@ -18,6 +22,10 @@ from sortrl.nets import CertifiedPolicy
 from sortrl.runs.stages import TEST_SEED_OFFSET, Run
 from sortrl.teachers import Teacher
 
+ADVICE = (
+    "Try more data and training (--states 200000 --steps 4000), a smaller --eps, or --keep with less to ask for; check that the "
+    "teacher has the normalisation that belongs to it (--vecnormalize)."
+)
 SLOTS, IMAGE_SLOTS = 128, 64  # environments side by side
 
 
@@ -79,12 +87,45 @@ def strongest(run: Run, policy: CertifiedPolicy, teacher: Teacher) -> list[dict[
             quiet=run.quiet,
             again=True,
         )
-    return [row for row in result.rows if row["eps"] > 0]
+    # The attack along eps_grid has its row already, over more episodes.
+    known = attacks.by_name(run.config.attack).name if run.config.eps in run.config.eps_grid else None
+    return [row for row in result.rows if row["eps"] > 0 and row["attack"] != known]
+
+
+def verdict(run: Run, rows: list[dict[str, Any]] | None = None) -> dict[str, Any] | None:
+    """Whether the student may be relied on: results.json's ``gate``. None for recipes that do not measure what skill is kept.
+
+    Skill must be kept on the validation episodes and, if ``rows`` of the test episodes are given, on those too.
+    """
+    path = run.directory / LADDER_FILE
+    if not isinstance(run.config.student, LadderRecipe) or not path.exists():
+        return None
+    ladder = read_object(path)
+    data = read_object(run.directory / "training.json")["data"]
+    chosen = next(rung for rung in ladder["rungs"] if rung["rung"] == ladder["chosen"])
+    measured = [("validation", ladder["teacher"], chosen["clean"])]
+    if rows is not None:
+        clean = {row["policy"]: row["mean"] for row in rows if row["attack"] == "none"}
+        measured.append(("test", clean["teacher"], clean["student"]))
+    found: dict[str, Any] = {"passed": True, "reason": None, "keep": ladder["keep"], "random": ladder["random"]}
+    found |= {"agreement": data["agreement"], "commonest_action": data["commonest_action"]}
+    for episodes, teacher, student in measured:
+        skill = Skill(ladder["random"], np.array([teacher]))
+        kept = skill.kept(np.array([student]))
+        reason = gate(kept, data["agreement"], data["commonest_action"], skill, ladder["keep"])
+        found[f"kept_{episodes}"] = None if math.isnan(kept) else kept
+        if reason is not None and found["passed"]:
+            found |= {"passed": False, "reason": f"{reason} ({episodes} episodes)", "advice": ADVICE}
+    return found
 
 
 def results(run: Run, policy: CertifiedPolicy, teacher: Teacher, source: str, command: str) -> dict[str, Any]:
     """Evaluate what is not evaluated yet and write results.json, from which alone the report is made."""
-    rows = evaluation(run, {"teacher": teacher, "student": policy}) + strongest(run, policy, teacher)
+    if run.config.units != "teacher":
+        teacher = in_units(teacher, policy.normalizer)
+    rows = evaluation(run, {"teacher": teacher, "student": policy})
+    judged = verdict(run, rows)
+    rows += strongest(run, policy, teacher)
     info, training = describe(run.env_id), read_object(run.directory / "training.json")
     units = info.raw_units(policy.normalizer.scale.numpy())
     document = {
@@ -108,6 +149,7 @@ def results(run: Run, policy: CertifiedPolicy, teacher: Teacher, source: str, co
         "teacher": {"name": teacher.name, "algorithm": teacher.algorithm, "source": source},
         "config": plain(run.config),
         "data": training.get("data"),
+        **({} if judged is None else {"gate": judged}),
         "policy": {
             "kind": policy.kind,
             "parameters": policy.parameter_count,
