@@ -25,6 +25,7 @@ def call(capsys, *arguments: str) -> str:
 def run(tmp_path_factory) -> Path:
     directory = tmp_path_factory.mktemp("run")
     small = {
+        "preset": "fast",
         "steps": 150,
         "width": 32,
         "depth": 3,

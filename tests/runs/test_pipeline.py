@@ -24,6 +24,7 @@ from sortrl.runs.tasks import TASKS
 from sortrl.teachers import HardenConfig, SteadyConfig, Teacher, TeacherConfig
 
 SMALL = {
+    "preset": "fast",
     "steps": 500,
     "width": 64,
     "depth": 4,
@@ -154,7 +155,7 @@ BAD_INPUT = {
     "unknown option": (lambda: sortrl.robustify(balancer(), env="CartPole-v1", stepz=3), "Did you mean 'steps'"),
     "unknown preset": (
         lambda: sortrl.robustify(balancer(), env="CartPole-v1", preset="quick"),
-        "choose one of fast, paper, memory",
+        "choose one of auto, fast, paper, memory",
     ),
     "teacher of another task": (lambda: sortrl.robustify(balancer(), env="Acrobot-v1", **SMALL), "Acrobot-v1"),
 }

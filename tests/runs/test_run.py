@@ -44,7 +44,7 @@ CONFIG = robustify_config("CartPole-v1", 0.05, train_teacher=False, **TINY)
 
 
 def run_tiny(out: Path, teacher=None, eps: float = 0.05, **changes):
-    return sortrl.robustify(teacher or balancer(), "CartPole-v1", eps, out=out, **{**TINY, **changes})
+    return sortrl.robustify(teacher or balancer(), "CartPole-v1", eps, out=out, preset="fast", **{**TINY, **changes})
 
 
 def opened(directory: Path, teacher=None, **changes):

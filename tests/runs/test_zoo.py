@@ -148,7 +148,7 @@ def test_a_card_cannot_point_outside(own_zoo):
 def test_a_run_becomes_an_entry(tmp_path, monkeypatch, capsys):
     """What was measured is on the card, no path of the machine is, and the entry is played from the command line."""
     run = tmp_path / "run"
-    tiny = {"steps": 20, "width": 16, "depth": 2, "episodes": 2, "suite": (), "dagger_rounds": 0}
+    tiny = {"preset": "fast", "steps": 20, "width": 16, "depth": 2, "episodes": 2, "suite": (), "dagger_rounds": 0}
     tiny["collect"] = CollectConfig(states=2000)
     teacher = zoo.locate("zoo:cartpole") / "teacher"
     policy = sortrl.robustify(teacher, "CartPole-v1", out=run, **tiny)
@@ -173,7 +173,7 @@ def test_a_run_becomes_an_entry(tmp_path, monkeypatch, capsys):
 
 def test_a_teacher_that_was_given_is_not_passed_on(tmp_path):
     run = tmp_path / "run"
-    tiny = {"steps": 20, "width": 16, "depth": 2, "episodes": 2, "suite": (), "dagger_rounds": 0}
+    tiny = {"preset": "fast", "steps": 20, "width": 16, "depth": 2, "episodes": 2, "suite": (), "dagger_rounds": 0}
     sortrl.robustify(
         zoo.locate("zoo:cartpole") / "teacher", "CartPole-v1", out=run, collect=CollectConfig(states=2000), **tiny
     )

@@ -41,7 +41,8 @@ COMMANDS = {
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Entry point of ``sortrl``. Exit codes: 0 done, 1 a mistake that the message explains, 2 usage, 130 stopped."""
+    """Entry point of ``sortrl``. Exit codes: 0 done, 1 a mistake that the message explains, 2 usage, 3 the student lost the
+    teacher's skill, 130 stopped."""
     if (sys.argv[1:] if arguments is None else arguments) == ["--version"]:
         print(f"sortrl {importlib.metadata.version('sortrl')}")
         return

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
+import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -11,7 +12,9 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from sortrl.cli.common import use_threads
-from sortrl.core.errors import SortRLError
+from sortrl.core.errors import SortRLError, SortRLWarning
+
+LOST = 3  # exit code of a run whose student lost its teacher's skill
 
 
 def robustify(
@@ -20,7 +23,10 @@ def robustify(
     vecnormalize: Path | None = None,
     allow_pickle: bool = False,
     eps: float | None = None,
-    preset: Literal["fast", "paper", "memory", "rounded"] = "fast",
+    units: Literal["std", "teacher", "raw"] | None = None,
+    preset: Literal["auto", "fast", "paper", "memory", "rounded"] | None = None,
+    keep: float | None = None,
+    quick: bool = False,
     out: Path | None = None,
     seed: int = 0,
     steps: int | None = None,
@@ -34,17 +40,23 @@ def robustify(
     """Turn an agent into one whose every decision carries a certificate, and report the result.
 
     Trains a teacher (or loads yours), collects states, distils a Lipschitz student, certifies it, attacks both and
-    writes report.html. Start it again with the same options to continue a run that was stopped.
+    writes report.html. Start it again with the same options to continue a run that was stopped. Exit code 3: it is done, but the
+    student lost the teacher's skill.
 
     Args:
         env: Gymnasium environment with discrete actions, for example CartPole-v1.
         teacher: Agent to start from: a Stable-Baselines3 zip (PPO, A2C, DQN, QR-DQN) or a saved teacher. Without it, PPO is trained.
         vecnormalize: Observation statistics of that agent: a file written by sortrl, or SB3's vecnormalize.pkl with --allow-pickle.
         allow_pickle: Accept a pickle for --vecnormalize. Only plain arrays are read from it.
-        eps: Size of the perturbation to resist, in the teacher's input units (for a normalising teacher: standard deviations).
-        preset: fast; paper for the published recipe; memory for a nearest-neighbour student of the teacher's best
-            episodes, a baseline for tasks with few start states (ProcGen's training levels); rounded for a threshold student,
-            a baseline for images of few colours (Atari).
+        eps: Size of the perturbation to resist, in --units [auto: 0.1, other presets: the task's].
+        units: What eps is stated in: std, standard deviations of each sensor (the default of auto); teacher, the teacher's own
+            input units (that of other presets); raw, the environment's units.
+        preset: auto (the default for vectors) distils a short ladder of students and keeps the most certified one that keeps the
+            teacher's skill; fast (the default for images), one student with the task's own settings; paper for the published
+            recipe; memory for a nearest-neighbour student of the teacher's best episodes, a baseline for tasks with few start
+            states (ProcGen's training levels); rounded for a threshold student, a baseline for images of few colours (Atari).
+        keep: Of auto, the share of the teacher's skill to keep, from 0 (random play) to 1 (the teacher) [0.95].
+        quick: Of auto, train one student instead of a ladder of them.
         out: Directory for the run [runs/<env>].
         seed: Fixes the run on one machine and thread count.
         steps: Optimiser steps of the distillation.
@@ -67,30 +79,47 @@ def robustify(
 
     use_threads(threads)
     directory = out or Path("runs") / env.replace("/", "-")
-    changes: dict[str, Any] = {"steps": steps, "episodes": episodes, "candidates": candidates}
+    changes: dict[str, Any] = {
+        "steps": steps,
+        "episodes": episodes,
+        "candidates": candidates,
+        "units": units,
+        "keep": keep,
+    }
+    if quick:
+        changes["quick"] = True
     if harden is not None:
         changes["harden"] = HardenConfig(eps=harden)
     if states is not None:
-        default = robustify_config(describe(env).env_id, eps, preset).collect
+        info = describe(env)
+        default = robustify_config(info.env_id, eps, preset or pipeline.default_preset(info)).collect
         changes["collect"] = replace(default, states=states)
-    pipeline.robustify(
-        teacher,
-        env,
-        eps,
-        preset=preset,
-        out=directory,
-        seed=seed,
-        vecnormalize=vecnormalize,
-        allow_pickle=allow_pickle,
-        command=shlex.join(["sortrl", *sys.argv[1:]]),
-        quiet=False,
-        **changes,
-    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", SortRLWarning)  # the summary says it
+        pipeline.robustify(
+            teacher,
+            env,
+            eps,
+            preset=preset,
+            out=directory,
+            seed=seed,
+            vecnormalize=vecnormalize,
+            allow_pickle=allow_pickle,
+            command=shlex.join(["sortrl", *sys.argv[1:]]),
+            quiet=False,
+            **changes,
+        )
     results = read_json(directory / "results.json")
     if json is not None:
         write_json(json, results)
-    print("\n".join(report.summary_lines(results)))
+    lines = report.summary_lines(results)
+    failed = not results.get("gate", {"passed": True})["passed"]
+    if failed and sys.stdout.isatty():
+        lines[0] = f"\033[1;31m{lines[0]}\033[0m"
+    print("\n".join(lines))
     print(f"report: {directory / 'report.html'}")
+    if failed:
+        sys.exit(LOST)
 
 
 def teach(

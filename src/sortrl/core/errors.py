@@ -1,4 +1,4 @@
-"""The one exception type of the package, so that callers (and the command line) can tell a user's mistake from a bug."""
+"""The one exception type of the package (and its one warning), so that callers (and the command line) can tell a user's mistake from a bug."""
 
 from __future__ import annotations
 
@@ -22,3 +22,7 @@ class SortRLError(ValueError):
 
 class MissingDependency(SortRLError):
     """An optional package is needed; the message names the extra that installs it."""
+
+
+class SortRLWarning(UserWarning):
+    """A result that should not be relied on as it is; the message says why and what to try."""

@@ -51,6 +51,7 @@ ADDED_LATER: dict[str, Any] = {
     "candidates": 1,
     "choose_eps": [0.0],
     "choose_episodes": 50,
+    "units": "teacher",
     # CollectConfig
     "focus": 0.0,
     "spread": False,

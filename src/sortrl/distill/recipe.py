@@ -14,8 +14,9 @@ from typing import Any, ClassVar
 
 from typing_extensions import Self
 
+from sortrl.attacks import Attack
 from sortrl.core.progress import Progress
-from sortrl.core.records import Demonstrations
+from sortrl.core.records import Demonstrations, EvalResult, Policy
 from sortrl.distill.config import PRESETS, DistillConfig
 from sortrl.distill.loop import Distilled, distill
 from sortrl.teachers.teacher import Teacher
@@ -35,6 +36,12 @@ class Work:
     directory: Path
     stage: Callable[[str, str], AbstractContextManager[Progress]]
     """Opens a stage of the run (its name in the record, its title on the screen) and gives what to report progress to."""
+    play: Callable[[Policy, Attack | None, int], EvalResult]
+    """Plays that many of the run's validation episodes, attacked at eps: episodes of no data and of no test."""
+    episodes: int
+    """Validation episodes to judge a student by."""
+    noise: float
+    """Uniform noise, at most, under which states are collected."""
 
 
 class Recipe(ABC):
@@ -50,6 +57,10 @@ class Recipe(ABC):
     @abstractmethod
     def train(self, work: Work, name: str, seed: int, short: bool = False) -> Distilled:
         """A student called ``name``; a ``short`` one serves to visit states for the next (DAgger)."""
+
+    def chosen(self, work: Work) -> Distilled | None:
+        """The student to keep, by a recipe that makes several and chooses itself; None leaves it to the run."""
+        return None
 
     def finished(self, work: Work, student: Distilled) -> Distilled:
         """What becomes of the student that was chosen."""

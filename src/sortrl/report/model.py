@@ -94,6 +94,30 @@ class Data:
 
 
 @dataclass(frozen=True)
+class Gate:
+    """Whether the student keeps its teacher's skill; if not, why it is not to be relied on, and what to try."""
+
+    passed: bool
+    reason: str
+    advice: str
+
+
+@dataclass(frozen=True)
+class Rung:
+    """One student of the ladder, as it did on the validation episodes."""
+
+    number: int
+    eps: float
+    """For which its margins were widened."""
+    clean: float
+    kept: float | None
+    attacked: float
+    attack: str
+    certified: float
+    chosen: bool
+
+
+@dataclass(frozen=True)
 class Run:
     """One run; ``unit_to_raw`` is empty where the observation has no named units."""
 
@@ -117,6 +141,8 @@ class Run:
     certified: Certified
     stage_seconds: tuple[tuple[str, float], ...]
     settings: tuple[tuple[str, Settings], ...]
+    gate: Gate | None = None
+    ladder: tuple[Rung, ...] = ()
 
     def clean(self, policy: str) -> Row | None:
         return next((row for row in self.evaluation if row.policy == policy and row.is_clean), None)
@@ -182,12 +208,38 @@ def read_run(results: Mapping[str, Any]) -> Run:
         certified=_certified(top.object("certificate")),
         stage_seconds=_stage_seconds(top.object("stage_seconds")),
         settings=tuple((name, top.object(name).flat()) for name in ("config", "policy", "data", "versions", "machine")),
+        gate=_gate(top.object("gate")) if top.has("gate") else None,
+        ladder=_ladder(top.object("ladder")) if top.has("ladder") else (),
     )
     if run.clean("student") is None:
         raise SortRLError(
             "results: evaluation has no row with policy 'student' and attack 'none'; the clean return is needed."
         )
     return run
+
+
+def _gate(part: Reader) -> Gate:
+    passed = part.values.get("passed")
+    if not isinstance(passed, bool):
+        raise part.fail("passed", "true or false")
+    return Gate(passed, "" if passed else part.text("reason"), "" if passed else part.text("advice"))
+
+
+def _ladder(part: Reader) -> tuple[Rung, ...]:
+    chosen = part.integer("chosen")
+    return tuple(
+        Rung(
+            number=rung.integer("rung"),
+            eps=rung.number("eps", 0.0),
+            clean=rung.number("clean"),
+            kept=rung.number("kept") if rung.has("kept") else None,
+            attacked=rung.number("attacked"),
+            attack=rung.text("attack"),
+            certified=rung.share("certified"),
+            chosen=rung.integer("rung") == chosen,
+        )
+        for rung in part.objects("rungs")
+    )
 
 
 def _row(row: Reader) -> Row:

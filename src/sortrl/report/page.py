@@ -17,7 +17,15 @@ from sortrl.report.charts import KEYS, Chart, charts
 from sortrl.report.model import Run, Settings, read_run
 from sortrl.report.numbers import number, percent, rounded_down, seconds, short
 from sortrl.report.svg import draw, legend
-from sortrl.report.text import beside_teacher, evaluation_table, headline, markdown, raw_table
+from sortrl.report.text import (
+    beside_teacher,
+    evaluation_table,
+    headline,
+    ladder_table,
+    markdown,
+    raw_table,
+    warning,
+)
 
 _PAIRED = ("certified_share", "radius_histogram")  # drawn side by side on a wide screen
 _SECTIONS = {
@@ -61,6 +69,8 @@ def html_page(run: Run, drawn: list[Chart], film: bytes | None = None) -> str:
         run=run,
         css=Markup(Path(__file__).with_name("page.css").read_text(encoding="utf-8")),
         headline=headline(run),
+        warning=warning(run),
+        ladder=ladder_table(run) if run.ladder else None,
         about=_about(run),
         tiles=_tiles(run),
         figures=[_figure(chart) for chart in drawn],
@@ -106,12 +116,17 @@ def _unbroken(text: str) -> Markup:
 def _tiles(run: Run) -> list[tuple[str, str, str]]:
     """Name, value and note of the key figures at the top of the page."""
     clean, attacked, median = run.clean("student"), run.attacked("student"), run.certified.radius_median
-    tiles = [(f"certified at ε = {short(run.eps)}", percent(run.certified_at_eps), "of the visited states")]
+    under = "" if attacked is None else f"; {percent(attacked.certified_share)} under {attacked.attack}"
+    tiles = [(f"certified at ε = {short(run.eps)}", percent(run.certified_at_eps), f"of the visited states{under}")]
     if clean is not None:
         tiles.append(("return, clean", number(clean.mean), beside_teacher(run.clean("teacher"))))
     if attacked is not None:
         tiles.append(
-            (f"return under {attacked.attack}", number(attacked.mean), beside_teacher(run.attacked("teacher")))
+            (
+                f"return under {attacked.attack}",
+                number(attacked.mean),
+                beside_teacher(run.attacked("teacher"), attacked.attack),
+            )
         )
     times = f"{rounded_down(median / run.eps, 2)} × ε, " if run.eps > 0 else ""
     tiles.append(("median radius", rounded_down(median), f"{times}in unit space"))

@@ -11,6 +11,8 @@ from typing import Any
 from sortrl.report.model import Row, Run, read_run
 from sortrl.report.numbers import NONE, decimals_of, fixed, number, percent, plus_minus, rounded_down, seconds, short
 
+LADDER_TITLE = "## What each certified radius costs"
+LADDER_NOTE = "Students that were tried, on validation episodes. Skill: 0 is random play, 1 the teacher."
 _NAMED_DIMENSIONS = 6  # more would not fit a terminal line
 
 
@@ -43,8 +45,18 @@ def _returns(run: Run, policy: str) -> str:
     return " and ".join(parts)
 
 
-def beside_teacher(row: Row | None) -> str:
-    return f"teacher {number(row.mean)}" if row is not None else "no teacher row"
+def beside_teacher(row: Row | None, attack: str = "none") -> str:
+    """The teacher's figure; where it is another attack's than the one beside it, with that one's name."""
+    if row is None:
+        return "no teacher row"
+    return f"teacher {number(row.mean)}" + ("" if row.attack == attack else f" under {row.attack}")
+
+
+def warning(run: Run) -> str | None:
+    """What stands before everything else, if the student is not to be relied on."""
+    if run.gate is None or run.gate.passed:
+        return None
+    return f"Do not rely on this student: {run.gate.reason}."
 
 
 def raw_rows(run: Run, most: int = 24) -> list[tuple[str, float]]:
@@ -98,6 +110,23 @@ def raw_table(run: Run) -> Table:
     return Table(("observation", "median radius", f"ε = {short(run.eps)}", "scale"), rows)
 
 
+def ladder_table(run: Run) -> Table:
+    """What each certified radius costs: the students that were tried, on validation episodes."""
+    rows = tuple(
+        (
+            f"{rung.number}{', kept' if rung.chosen else ''}",
+            short(rung.eps),
+            number(rung.clean),
+            NONE if rung.kept is None else percent(max(rung.kept, 0.0)),
+            f"{number(rung.attacked)}" + ("" if rung.attack == "none" else f" ({rung.attack})"),
+            percent(rung.certified),
+        )
+        for rung in run.ladder
+    )
+    headings = ("rung", "margins for ε", "return, clean", "skill kept", "worst of the quick checks")
+    return Table((*headings, f"certified at ε = {short(run.eps)}"), rows)
+
+
 def summary_lines(results: Mapping[str, Any]) -> list[str]:
     """The result of a run in about a dozen aligned lines, for the terminal."""
     run = read_run(results)
@@ -106,7 +135,7 @@ def summary_lines(results: Mapping[str, Any]) -> list[str]:
         ("task", f"{run.env_id}, teacher {run.teacher}" + (f" ({run.teacher_source})" if run.teacher_source else "")),
         ("return, clean", _beside(run, "clean")),
         (_attack_name(run), _beside(run, "attacked")),
-        (f"certified at eps {short(run.eps)}", f"{percent(run.certified_at_eps)} of the visited states"),
+        (f"certified at eps {short(run.eps)}", _certified(run)),
         ("median radius", f"{rounded_down(median)} in unit space"),
     ]
     if run.unit_to_raw:
@@ -128,8 +157,9 @@ def summary_lines(results: Mapping[str, Any]) -> list[str]:
         ("time", f"{seconds(sum(taken for _, taken in run.stage_seconds))}" + (f" ({stages})" if stages else ""))
     )
     width = max(len(name) for name, _ in lines) + 2
+    first = [] if (said := warning(run)) is None or run.gate is None else [said, run.gate.advice]
     rows = [f"{name:<{width}}{text}" for name, text in lines]
-    return [row.replace("−", "-").replace(NONE, "-") for row in (*rows, plainly(run))]
+    return [*first, *(row.replace("−", "-").replace(NONE, "-") for row in (*rows, plainly(run)))]
 
 
 def plainly(run: Run) -> str:
@@ -144,6 +174,12 @@ def plainly(run: Run) -> str:
     return f"In short: {', '.join((*parts, proven))}."
 
 
+def _certified(run: Run) -> str:
+    row = run.attacked("student")
+    under = "" if row is None or row.certified_share is None else f", {percent(row.certified_share)} under {row.attack}"
+    return f"{percent(run.certified_at_eps)} of the states visited in clean play{under}"
+
+
 def _attack_name(run: Run) -> str:
     row = run.attacked("student")
     return "under attack" if row is None else f"under {row.attack}, eps {short(run.eps)}"
@@ -151,9 +187,11 @@ def _attack_name(run: Run) -> str:
 
 def _beside(run: Run, which: str) -> str:
     parts = []
+    own = None if which == "clean" else run.attacked("student")
     for policy in ("student", "teacher"):
         row = run.clean(policy) if which == "clean" else run.attacked(policy)
-        parts.append(f"{policy} {NONE if row is None else plus_minus(row.mean, row.sem)}")
+        other = "" if row is None or own is None or row.attack == own.attack else f" under {row.attack}"
+        parts.append(f"{policy} {NONE if row is None else plus_minus(row.mean, row.sem)}{other}")
     return ", ".join(parts)
 
 
@@ -162,7 +200,9 @@ def markdown(results: Mapping[str, Any]) -> str:
     run = read_run(results)
     parts = [
         f"# {_plain(run.env_id)}: robustness report",
+        *([f"**{_plain(said)}** {_plain(run.gate.advice)}"] if (said := warning(run)) and run.gate else []),
         _plain(headline(run)),
+        *([LADDER_TITLE, _table(ladder_table(run)), LADDER_NOTE] if run.ladder else []),
         "## Evaluation",
         _table(evaluation_table(run)),
         "Return: mean ± standard error over the episodes. Certified: share of the visited states whose action no "

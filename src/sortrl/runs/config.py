@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import difflib
-from dataclasses import dataclass, fields, replace
-from typing import Any, Literal
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Literal, get_args
 
 from sortrl.baselines.memory.recipe import MemoryRecipe
 from sortrl.baselines.thresholds.recipe import ThresholdRecipe
@@ -12,11 +13,14 @@ from sortrl.core.errors import SortRLError
 from sortrl.core.identity import plain
 from sortrl.data.collect import CollectConfig
 from sortrl.distill import config as distill
+from sortrl.distill.ladder import LadderRecipe
 from sortrl.distill.recipe import Recipe, SortRecipe
 from sortrl.runs.tasks import TASKS, Task
 from sortrl.teachers import HardenConfig, SteadyConfig, TeacherConfig, teacher_preset
 
-Preset = Literal["fast", "paper", "memory", "rounded"]
+Preset = Literal["auto", "fast", "paper", "memory", "rounded"]
+Units = Literal["std", "teacher", "raw"]
+WIDEST = 3.0  # standard deviations: as far as most states lie from the mean
 
 
 @dataclass(frozen=True)
@@ -49,8 +53,9 @@ class RobustifyConfig:
     """Where the return under attack is measured."""
     attack: str = "pgd-10"
     """The attack along ``eps_grid``."""
-    suite: tuple[str, ...] = ("noise", "pgd-10-p32", "apgd-ce-10", "square-20")
-    """Attacks of other kinds, at the eps that is trained for; "learned" trains an adversary against each agent (minutes)."""
+    suite: str | tuple[str, ...] = ("noise", "pgd-10-p32", "apgd-ce-10", "square-20")
+    """Attacks of other kinds, at the eps that is trained for: a suite's name, or a list in which "learned" trains an adversary
+    against each agent (minutes)."""
     suite_episodes: int = 10
     adversary_steps: int = 100_000
     """Environment steps in which a learned adversary is trained."""
@@ -67,6 +72,9 @@ class RobustifyConfig:
     decisions certified at ``eps`` is kept."""
     choose_episodes: int = 50
     """Validation episodes at each of those eps."""
+    units: Units = "teacher"
+    """What eps, noise and radii are stated in: ``std``, standard deviations of each sensor over the states that the teacher visits;
+    ``teacher``, the teacher's own input units; ``raw``, the environment's."""
 
     def __post_init__(self) -> None:
         for name, least in (
@@ -83,12 +91,30 @@ class RobustifyConfig:
         for name in ("noise", "smoothing", "start_radius", "dagger_eps"):
             if not 0 <= getattr(self, name) < float("inf"):
                 raise SortRLError(f"robustify: {name} is {getattr(self, name)}, expected a finite number >= 0.")
+        if self.units not in get_args(Units):
+            raise SortRLError(f"robustify: units is {self.units!r}, expected one of {', '.join(get_args(Units))}.")
+        if self.candidates > 1 and isinstance(self.student, LadderRecipe):
+            raise SortRLError(
+                "robustify: the preset auto chooses among its own rungs; candidates is for the preset fast. Leave it out, or add "
+                "preset fast."
+            )
+        if self.units == "std" and self.eps >= WIDEST:
+            raise SortRLError(
+                f"robustify: eps is {self.eps:g} standard deviations of each sensor, which allows to replace nearly every "
+                f"observation by any other; expected less than {WIDEST:g}. For {self.eps:g} hundredths of one write "
+                f'{self.eps / 100:g}; for {self.eps:g} in the environment\'s own units add --units raw (units="raw").'
+            )
         if not self.choose_eps or not all(0 <= eps < float("inf") for eps in self.choose_eps):
             raise SortRLError(f"robustify: choose_eps is {self.choose_eps}, expected one or more finite numbers >= 0.")
         if 0.0 not in self.eps_grid or not all(0 <= eps < float("inf") for eps in self.eps_grid):
             raise SortRLError(
                 f"robustify: eps_grid is {self.eps_grid}, expected finite numbers >= 0, and 0 among them."
             )
+
+    @property
+    def learns_from_another(self) -> bool:
+        """Whether the student learns from something made of the teacher that was given."""
+        return self.smoothing > 0 or self.start_radius > 0 or self.harden is not None or self.steady is not None
 
     def to_json(self) -> dict[str, Any]:
         """As run.json and results.json have it: the recipe's settings stand beside the others."""
@@ -105,10 +131,23 @@ class _Preset:
     dagger_rounds: int = 0
     noise: float = 0.0
     """In units of eps."""
+    units: Units = "teacher"
+    changes: Mapping[str, Any] = field(default_factory=dict)
+    """Other fields of ``RobustifyConfig`` that differ from the defaults."""
 
 
+_UNITS = {"std": "standard deviations of each sensor", "teacher": "the teacher's input units", "raw": "raw units"}
 _EXPLORED = CollectConfig(states=50_000, exploration=0.5)
 PRESETS: dict[str, _Preset] = {
+    # For any agent: no setting is of one task.
+    "auto": _Preset(
+        LadderRecipe(),
+        _EXPLORED,
+        dagger_rounds=2,
+        noise=3.0,
+        units="std",
+        changes={"noise": 0.3, "dagger_states": 15_000, "episodes": 50, "suite": "quick"},
+    ),
     "fast": _Preset(SortRecipe(distill.PRESETS["fast"]), _EXPLORED, dagger_rounds=1, noise=1.0),
     # As printed: the teacher's own greedy states alone.
     "paper": _Preset(SortRecipe(distill.PRESETS["paper"]), CollectConfig(states=50_000, exploration=0.0)),
@@ -127,13 +166,14 @@ def robustify_config(
     >>> config.student.distill.steps, config.student.distill.eps
     (10, 0.2)
     """
-    task = TASKS.get(env_id, Task(env_id, ""))
-    eps = task.eps if eps is None else eps
-    if isinstance(eps, bool) or not isinstance(eps, (int, float)):
-        raise SortRLError(f"robustify: eps is {eps!r}, expected a number in the teacher's input units.")
     if preset not in PRESETS:
         raise SortRLError(f"Unknown preset {preset!r}; choose one of {', '.join(PRESETS)}.")
     chosen = PRESETS[preset]
+    # A task's own settings belong to the units that they were found in.
+    task = TASKS.get(env_id, Task(env_id, "")) if preset != "auto" else Task(env_id, "")
+    eps = task.eps if eps is None else eps
+    if isinstance(eps, bool) or not isinstance(eps, (int, float)):
+        raise SortRLError(f"robustify: eps is {eps!r}, expected a number (in {_UNITS[chosen.units]}).")
     config = RobustifyConfig(
         eps=eps,
         preset=preset,
@@ -148,8 +188,13 @@ def robustify_config(
         start_radius=0.0,
         episodes=30,
         eps_grid=tuple(round(share * eps, 6) for share in (0.0, 0.5, 1.0, 1.5, 2.0)),
+        units=chosen.units,
     )
-    return _with_changes(config, {**task.settings(preset), **{k: v for k, v in changes.items() if v is not None}})
+    given = {name: value for name, value in changes.items() if value is not None}
+    defaults = dict(chosen.changes)
+    if given.get("units", chosen.units) != "std":
+        defaults.pop("noise", None)  # its size is known in standard deviations alone; in other units it goes by eps
+    return _with_changes(config, {**defaults, **task.settings(preset), **given})
 
 
 def _with_changes(config: RobustifyConfig, changes: dict[str, Any]) -> RobustifyConfig:

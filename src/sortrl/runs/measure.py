@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any, TypedDict
 
+import numpy as np
 from typing_extensions import NotRequired
 
 from sortrl import attacks
@@ -13,6 +14,8 @@ from sortrl.certify.shares import CertificateSummary
 from sortrl.core.files import read_json, read_object, write_json
 from sortrl.core.identity import plain
 from sortrl.core.records import EvalRow, Policy, stored_rows
+from sortrl.distill import LadderRecipe, in_units
+from sortrl.distill.ladder import LADDER_FILE, Skill, gate
 from sortrl.envs import describe
 from sortrl.evaluate import provenance
 from sortrl.evaluate.returns import evaluate_curve
@@ -21,6 +24,10 @@ from sortrl.nets import CertifiedPolicy
 from sortrl.runs.stages import TEST_SEED_OFFSET, Run
 from sortrl.teachers import Teacher
 
+ADVICE = (
+    "Try more data and training (--states 200000 --steps 4000), a smaller --eps, or --keep with less to ask for; check that the "
+    "teacher has the normalisation that belongs to it (--vecnormalize)."
+)
 SLOTS, IMAGE_SLOTS = 128, 64  # environments side by side
 
 
@@ -47,6 +54,10 @@ class RunResults(TypedDict):
     certificate: CertificateSummary
     memory: NotRequired[dict[str, Any]]
     """Of a nearest-neighbour student: how it was made small."""
+    ladder: NotRequired[dict[str, Any]]
+    """Of the preset ``auto``: the students that were tried."""
+    gate: NotRequired[dict[str, Any]]
+    """Whether the student may be relied on."""
 
 
 def evaluation(run: Run, policies: dict[str, Policy]) -> list[EvalRow]:
@@ -107,12 +118,45 @@ def strongest(run: Run, policy: CertifiedPolicy, teacher: Teacher) -> list[EvalR
             quiet=run.quiet,
             again=True,
         )
-    return [row for row in result.rows if row["eps"] > 0]
+    # The attack along eps_grid has its row already, over more episodes.
+    known = attacks.by_name(run.config.attack).name if run.config.eps in run.config.eps_grid else None
+    return [row for row in result.rows if row["eps"] > 0 and row["attack"] != known]
+
+
+def verdict(run: Run, rows: list[EvalRow] | None = None) -> dict[str, Any] | None:
+    """Whether the student may be relied on: results.json's ``gate``. None for recipes that do not measure what skill is kept.
+
+    Skill must be kept on the validation episodes and, if ``rows`` of the test episodes are given, on those too.
+    """
+    path = run.directory / LADDER_FILE
+    if not isinstance(run.config.student, LadderRecipe) or not path.exists():
+        return None
+    ladder = read_object(path)
+    data = read_object(run.directory / "training.json")["data"]
+    chosen = next(rung for rung in ladder["rungs"] if rung["rung"] == ladder["chosen"])
+    measured = [("validation", ladder["teacher"], chosen["clean"])]
+    if rows is not None:
+        clean = {row["policy"]: row["mean"] for row in rows if row["attack"] == "none"}
+        measured.append(("test", clean["teacher"], clean["student"]))
+    found: dict[str, Any] = {"passed": True, "reason": None, "keep": ladder["keep"], "random": ladder["random"]}
+    found |= {"agreement": data["agreement"], "commonest_action": data["commonest_action"]}
+    for episodes, teacher, student in measured:
+        skill = Skill(ladder["random"], np.array([teacher]))
+        kept = skill.kept(np.array([student]))
+        reason = gate(kept, data["agreement"], data["commonest_action"], skill, ladder["keep"])
+        found[f"kept_{episodes}"] = None if math.isnan(kept) else kept
+        if reason is not None and found["passed"]:
+            found |= {"passed": False, "reason": f"{reason} ({episodes} episodes)", "advice": ADVICE}
+    return found
 
 
 def results(run: Run, policy: CertifiedPolicy, teacher: Teacher, source: str, command: str) -> RunResults:
     """Evaluate what is not evaluated yet and write results.json, from which alone the report is made."""
-    rows = evaluation(run, {"teacher": teacher, "student": policy}) + strongest(run, policy, teacher)
+    if run.config.units != "teacher":
+        teacher = in_units(teacher, policy.normalizer)
+    rows = evaluation(run, {"teacher": teacher, "student": policy})
+    judged = verdict(run, rows)
+    rows += strongest(run, policy, teacher)
     info, training = describe(run.env_id), read_object(run.directory / "training.json")
     units = info.raw_units(policy.normalizer.scale.numpy())
     document: RunResults = {
@@ -149,6 +193,8 @@ def results(run: Run, policy: CertifiedPolicy, teacher: Teacher, source: str, co
         "evaluation": rows,
         "certificate": read_json(run.directory / "certificate.json"),
     }
+    if judged is not None:
+        document["gate"] = judged
     document |= run.config.student.describe(run.directory)  # type: ignore[typeddict-item]
     write_json(run.directory / "results.json", document)
     return document

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import tempfile
+import warnings
 from pathlib import Path
 from typing import Any
 
 from sortrl import attacks, report
 from sortrl.attacks.valid import check_eps
-from sortrl.core.errors import SortRLError
+from sortrl.core.errors import SortRLError, SortRLWarning
 from sortrl.core.files import read_object
-from sortrl.envs import describe
+from sortrl.envs import EnvInfo, describe
 from sortrl.evaluate.suite import LEARNED
 from sortrl.nets import CertifiedPolicy
 from sortrl.runs.config import Preset, RobustifyConfig, robustify_config
-from sortrl.runs.measure import results
+from sortrl.runs.measure import results, verdict
 from sortrl.runs.run import TRAINED_HERE, open_run
 from sortrl.runs.stages import TEST_SEED_OFFSET
 from sortrl.teachers.grading import LOG_FILE
@@ -27,7 +28,7 @@ def robustify(
     env: str = "CartPole-v1",
     eps: float | None = None,
     *,
-    preset: Preset = "fast",
+    preset: Preset | None = None,
     out: str | Path | None = None,
     seed: int = 0,
     vecnormalize: Any = None,
@@ -42,10 +43,15 @@ def robustify(
         teacher: path of a Stable-Baselines3 zip or of a saved teacher, an SB3 model, a torch module, a callable on
             batches of observations, or None to train one.
         env: id of a Gymnasium environment with discrete actions.
-        eps: l_inf size of the perturbations to resist, in the teacher's input units (default: the task's).
-        preset: ``fast``, ``paper`` for the recipe as published, ``memory`` for a student that is not trained but
-            remembers the teacher's best episodes (:mod:`sortrl.baselines.memory.remember`; for tasks with few starts), or ``rounded`` for
-            one that sees rounded pixels (:mod:`sortrl.baselines.thresholds.distill`; for images of few colours).
+        eps: l_inf size of the perturbations to resist. For the preset ``auto`` in standard deviations of each sensor, 0.1 by
+            default; ``units="teacher"`` or ``units="raw"`` state it in the teacher's input units or the environment's own. For
+            other presets in the teacher's input units (default: the task's).
+        preset: ``auto`` (the default for observations that are vectors) distils a short ladder of students and keeps the most
+            certified one that keeps the teacher's skill; if none does, it warns (:class:`sortrl.core.errors.SortRLWarning`).
+            ``fast`` (the default for images), one student with the task's own settings; ``paper`` for the recipe as published;
+            ``memory`` for a student that is not trained but remembers the teacher's best episodes
+            (:mod:`sortrl.baselines.memory.remember`; for tasks with few starts); ``rounded`` for one that sees rounded pixels
+            (:mod:`sortrl.baselines.thresholds.distill`; for images of few colours).
         out: directory for everything (teacher, data, policy, results.json, report.html). Without it nothing is kept,
             and the evaluation is left to you.
         seed: fixes the run on one machine and thread count.
@@ -53,10 +59,11 @@ def robustify(
         allow_pickle: accept a pickle there.
         command: what to print in the report as the command that made it.
         quiet: no progress on the terminal.
-        changes: replace any field of ``RobustifyConfig`` or ``DistillConfig`` (of the preset ``rounded``: ``RoundingConfig``),
-            for example ``steps=500``.
+        changes: ``units``, ``keep`` (share of the teacher's skill, 0.95) and ``quick`` (one rung of the ladder); or any other field
+            of ``RobustifyConfig`` or ``DistillConfig`` (of the preset ``rounded``: ``RoundingConfig``), for example ``steps=500``.
     """
     info = describe(env)
+    preset = preset or default_preset(info)
     config = robustify_config(info.env_id, eps, preset, train_teacher=teacher is None, **changes)
     _check_early(config, seed)
     given, log, source = None, None, _source_name(teacher)
@@ -64,7 +71,8 @@ def robustify(
         # Before a run is opened for it, which would then be there for nothing. Where actions are merged, the student learns the
         # agent's own greedy play.
         given = load_teacher(teacher, info.env_id, vecnormalize=vecnormalize, allow_pickle=allow_pickle, merge="max")
-        check_eps(given, info, config.eps)
+        if config.units == "teacher":
+            check_eps(given, info, config.eps)
         log = _log_of(teacher)
     with contextlib.ExitStack() as stack:
         scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="sortrl-")) if out is None else None
@@ -74,15 +82,30 @@ def robustify(
         policy = run.student(agent)
         if scratch is None:
             said = command or f"sortrl.robustify(env={env!r}, eps={config.eps})"
-            report.render(results(run, policy, agent, source, said), folder)
+            found = results(run, policy, agent, source, said)
+            report.render(found, folder)
+            judged = found.get("gate")
+        else:
+            judged = verdict(run)
+    if judged is not None and not judged["passed"]:
+        warnings.warn(
+            f"Do not rely on this policy: {judged['reason']}. {judged['advice']}", SortRLWarning, stacklevel=2
+        )
     return policy
+
+
+def default_preset(info: EnvInfo) -> Preset:
+    """The preset for who names none."""
+    return "auto" if len(info.obs_shape) == 1 else "fast"
 
 
 def _check_early(config: RobustifyConfig, seed: int) -> None:
     """What would otherwise fail after hours of training."""
     if not isinstance(seed, int) or not 0 <= seed < TEST_SEED_OFFSET:
         raise SortRLError(f"robustify: seed is {seed!r}, expected a whole number in 0..{TEST_SEED_OFFSET - 1}.")
-    for name in (config.attack, *config.suite):
+    if isinstance(config.suite, str):
+        attacks.suite(config.suite)
+    for name in (config.attack, *(() if isinstance(config.suite, str) else config.suite)):
         if name != LEARNED:
             attacks.by_name(name)
 

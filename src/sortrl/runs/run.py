@@ -15,6 +15,7 @@ from sortrl import nets
 from sortrl.core.errors import SortRLError
 from sortrl.core.files import locked, read_object, remove_leftovers
 from sortrl.core.identity import Identity, differences, fingerprint, named, plain
+from sortrl.distill import in_units
 from sortrl.envs import describe
 from sortrl.nets import CertifiedPolicy, zoo
 from sortrl.runs.config import RobustifyConfig
@@ -30,10 +31,21 @@ TRAINED_HERE = "trained here"  # in the place of a given teacher's name
 MEASURED = tuple(
     f"config.{name}" for name in ("episodes", "eps_grid", "attack", "suite", "suite_episodes", "adversary_steps")
 )
-FOLDERS = ("teacher", "student", "candidate-*", "provisional-student-*", "hardened", "polished", "suite", "suite/*")
+FOLDERS = (
+    "teacher",
+    "student",
+    "candidate-*",
+    "rung-*",
+    "provisional-student-*",
+    "hardened",
+    "polished",
+    "suite",
+    "suite/*",
+)
 # What the stages after the teacher make.
 PARTS = (
-    *("data.safetensors", "dagger-*.safetensors", "search.*", "straighten.*", "steadying.safetensors"),
+    *("data.safetensors", "plain.safetensors", "reference.json", "ladder.json"),
+    *("dagger-*.safetensors", "search.*", "straighten.*", "steadying.safetensors"),
     *("policy.safetensors", "training.json", "memory.json", "choice.json"),
     *("evaluation.json", "certificate.json", "suite.json", "results.json"),
     *FOLDERS[1:-1],
@@ -160,4 +172,6 @@ def read_run(directory: Path) -> tuple[str, CertifiedPolicy, Teacher | None]:
         )
     if teacher is not None:
         check_fit(teacher, info)
+        if len(info.obs_shape) == 1:  # kept as it was given; the student's units may be others
+            teacher = in_units(teacher, policy.normalizer)
     return env_id, policy, teacher

@@ -16,23 +16,28 @@ from typing import Any
 import numpy as np
 
 from sortrl import attacks, nets
+from sortrl.attacks import Attack
 from sortrl.attacks.valid import check_eps
 from sortrl.core.errors import SortRLError
 from sortrl.core.files import locked, remove_leftovers, write_json
+from sortrl.core.normalizer import Normalizer
 from sortrl.core.progress import Progress, stage
-from sortrl.core.records import Demonstrations
+from sortrl.core.records import Demonstrations, EvalResult, Policy
 from sortrl.data.attacked import UnderAttack
 from sortrl.data.collect import CollectConfig, collect
 from sortrl.data.dataset import check_splits, load_demonstrations, merge, save_demonstrations, split
-from sortrl.distill import Distilled, Work, held_out_metrics
+from sortrl.distill import Distilled, Work, held_out_metrics, in_units, standardised
 from sortrl.envs import describe
+from sortrl.evaluate.returns import evaluate
 from sortrl.nets import CertifiedPolicy
-from sortrl.runs.choosing import choose
+from sortrl.runs.choosing import SLOTS, choose
 from sortrl.runs.config import RobustifyConfig
 from sortrl.teachers import Teacher, decided_at_start, hardened, smoothed, steadied, train_teacher
 from sortrl.teachers.grading import LOG_FILE
 
 VALIDATION_SHARE = 0.1
+PLAIN_SHARE = 0.4  # of the states to collect: where units are measured, the teacher's undisturbed play
+PLAIN_SEED_OFFSET = 5_000  # of that play: other episodes than those under noise
 RUN_FILE, HARDENED = "run.json", "hardened"
 VALIDATION_SEED_OFFSET = 0  # a run's seed lies below 1000
 TEST_SEED_OFFSET = 1000  # test episodes never coincide with those that data or choices were made from
@@ -92,23 +97,68 @@ class Run:
         """Data and distillation: everything up to the policy."""
         if (self.directory / "policy.safetensors").exists():
             return nets.load(self.directory)
-        teacher = self.prepared(teacher)
+        given, teacher = teacher, self.in_units(self.prepared(teacher))
         if self.config.smoothing > 0:
             teacher = smoothed(teacher, self.config.smoothing)
         if self.config.start_radius > 0:
             teacher = decided_at_start(teacher, self.env_id, self.config.start_radius)
         data = self.demonstrations(teacher)
+        if self.config.units == "std" and not self.config.learns_from_another:  # whose answers those are
+            data = merge(self.plain(teacher), data)
         training, held_out = split(data, VALIDATION_SHARE, self.seed)
         recipe, work = self.config.student, self.work(teacher, training, held_out)
         work = replace(work, training=recipe.extended(work))
         for index in range(1, self.config.dagger_rounds + 1):
             work = replace(work, training=merge(work.training, self.dagger(index, work)))
-        final = recipe.finished(work, self.chosen(work))
-        return self._finish(final, work)
+        final = recipe.finished(work, recipe.chosen(work) or self.chosen(work))
+        return self._finish(final, work, given)
 
     def work(self, teacher: Teacher, training: Demonstrations, held_out: Demonstrations) -> Work:
         """What the recipe works with."""
-        return Work(self.env_id, teacher, training, held_out, self.config.eps, self.seed, self.directory, self.stage)
+        config = self.config
+
+        def play(policy: Policy, attack: Attack | None, episodes: int) -> EvalResult:
+            eps, seed = 0.0 if attack is None else config.eps, self.seed + VALIDATION_SEED_OFFSET
+            return evaluate(policy, self.env_id, attack, eps, episodes, seed, slots=SLOTS)
+
+        return Work(
+            self.env_id,
+            teacher,
+            training,
+            held_out,
+            config.eps,
+            self.seed,
+            self.directory,
+            self.stage,
+            play,
+            config.choose_episodes,
+            config.noise,
+        )
+
+    def in_units(self, teacher: Teacher) -> Teacher:
+        """The teacher in the units that eps is stated in."""
+        if self.config.units == "teacher":
+            return teacher
+        shape = teacher.obs_shape
+        if len(shape) != 1:
+            raise SortRLError(
+                f"robustify: units {self.config.units} is for observations that are vectors; those of {self.env_id} have shape "
+                f"{shape}. Leave it out."
+            )
+        if self.config.units == "raw":
+            return in_units(teacher, Normalizer.identity(shape))
+        return in_units(teacher, standardised(self.plain(teacher).obs))
+
+    def plain(self, teacher: Teacher) -> Demonstrations:
+        """States of the teacher's undisturbed play, over which the units are measured."""
+        config = replace(self.config.collect, states=max(1, round(PLAIN_SHARE * self.config.collect.states)))
+        return self._data(
+            "plain",
+            "Collecting states",
+            lambda p: self._with_answers(
+                teacher, collect(teacher, self.env_id, config, self.seed + PLAIN_SEED_OFFSET, progress=p)
+            ),
+        )
 
     def prepared(self, teacher: Teacher) -> Teacher:
         """The teacher to learn from: the one given or, if asked for, what further training or a search makes of it."""
@@ -128,9 +178,16 @@ class Run:
                 teacher = steadied(teacher, self.env_id, self.config.steady, folder, progress)
         return teacher
 
-    def _finish(self, final: Distilled, work: Work) -> CertifiedPolicy:
-        """Keep the policy, and what its data and training were."""
-        metrics = final.held_out or held_out_metrics(final.policy, work.held_out, self.config.eps)
+    def _finish(self, final: Distilled, work: Work, given: Teacher) -> CertifiedPolicy:
+        """Keep the policy, and what its data and training were. Agreement is with the teacher that was given, whatever was made
+        of it to learn from."""
+        held_out = work.held_out
+        if self.config.learns_from_another:
+            parts = [held_out.obs[start : start + 1024] for start in range(0, len(held_out), 1024)]
+            held_out = replace(held_out, actions=np.concatenate([given.predict(part)[0] for part in parts]))
+            metrics = held_out_metrics(final.policy, held_out, self.config.eps)
+        else:
+            metrics = final.held_out or held_out_metrics(final.policy, held_out, self.config.eps)
         data = merge(work.training, work.held_out)
         facts = {
             "states": len(data),
@@ -138,6 +195,7 @@ class Run:
             "dagger_states": self.config.dagger_rounds * self.config.dagger_states,
             "held_out_states": len(work.held_out),
             "agreement": metrics["agreement"],
+            "commonest_action": float(np.bincount(held_out.actions).max() / len(held_out)),
             "certified": metrics["certified"],
         }
         write_json(self.directory / "training.json", {"history": final.history, "data": facts})
@@ -173,7 +231,8 @@ class Run:
         if given is None:
             with self.stage("teacher", "Training the teacher") as progress:
                 trained = train_teacher(self.env_id, self.config.teacher_config, folder, self.seed, progress)
-            check_eps(trained, describe(self.env_id), self.config.eps)  # its units are known only now
+            if self.config.units == "teacher":
+                check_eps(trained, describe(self.env_id), self.config.eps)  # its units are known only now
             return trained
         if given.architecture is not None:
             given.save(folder)
@@ -182,19 +241,26 @@ class Run:
         return given
 
     def demonstrations(self, teacher: Teacher) -> Demonstrations:
-        config = replace(self.config.collect, eps_unit=self.config.noise)
+        states = self.config.collect.states
+        if self.config.units == "std":  # the others are :meth:`plain`
+            states = max(1, round((1.0 - PLAIN_SHARE) * states))
+        config = replace(self.config.collect, states=states, eps_unit=self.config.noise)
 
         def collected(progress: Progress) -> Demonstrations:
             data = collect(teacher, self.env_id, config, self.seed, progress=progress)
             check_splits(data)  # what nothing can be learned from is not kept: it would be in the way of better data
-            if self.config.student.learns_labels and len(np.unique(data.actions)) == 1:
-                raise SortRLError(
-                    f"{teacher.name} plays action {data.actions[0]} in all of {len(data)} states, so there is nothing to learn "
-                    "from it. Train it longer, or give the normalisation that belongs to it (vecnormalize)."
-                )
-            return data
+            return self._with_answers(teacher, data)
 
         return self._data("data", "Collecting states", collected)
+
+    def _with_answers(self, teacher: Teacher, data: Demonstrations) -> Demonstrations:
+        """The data, refused if there is nothing to learn from them."""
+        if self.config.student.learns_labels and len(np.unique(data.actions)) == 1:
+            raise SortRLError(
+                f"{teacher.name} plays action {data.actions[0]} in all of {len(data)} states, so there is nothing to learn "
+                "from it. Train it longer, or give the normalisation that belongs to it (vecnormalize)."
+            )
+        return data
 
     def dagger(self, index: int, work: Work) -> Demonstrations:
         """States that a provisional student reaches, labelled by the teacher."""

@@ -29,7 +29,7 @@ class Task:
 
     def settings(self, preset: str) -> dict[str, Any]:
         """What differs from a preset's defaults. What is measured at the end is the same however the student was made."""
-        own: dict[str, Any] = getattr(self, preset)
+        own: dict[str, Any] = getattr(self, preset, {})
         shared = {} if preset == "paper" else {name: self.fast[name] for name in MEASURED if name in self.fast}
         return {**shared, **own}
 

@@ -14,6 +14,7 @@ TEACHER = TeacherConfig(
     total_steps=192, eval_every=64, n_envs=2, n_steps=16, batch_size=16, n_epochs=1, eval_episodes=1, hidden=(4,)
 )
 SETTINGS: dict[str, Any] = {
+    "preset": "fast",
     "teacher_config": TEACHER,
     "collect": CollectConfig(states=300, slots=4, exploration=1.0, random_actions=0.5),
     "steps": 30,

@@ -209,8 +209,8 @@ def _facts_of_data(archive: Archive, path: Path) -> AgentFacts:
         n_actions=_integer(_object(data.get("action_space")).get("n")),
         n_quantiles=_integer(data.get("n_quantiles")) or _integer(kwargs.get("n_quantiles")),
         pixels=_is_pixels(_ending(space.get("dtype")), shape, kwargs.get("normalize_images", True) is not False),
-        # Set only by an agent trained behind VecNormalize.
-        vecnormalized=data.get("_last_original_obs") is not None,
+        # Of an on-policy agent set only by VecNormalize; off-policy ones (with a replay buffer) always have it, and do not say.
+        vecnormalized=data.get("_last_original_obs") is not None and "buffer_size" not in data,
     )
 
 
