@@ -149,7 +149,7 @@ API: dict[str, tuple[Callable[[], Any], str]] = {
     "unknown option": (lambda: robust(widht=3), "no option 'widht'. Did you mean 'width'"),
     "unknown preset": (
         lambda: robustify_config("CartPole-v1", preset="best"),
-        "Unknown preset 'best'; choose one of fast, paper, memory",
+        "Unknown preset 'best'; choose one of auto, fast, paper, memory",
     ),
     "no steps": (lambda: robust(steps=0), "steps is 0, expected a positive number"),
     "no test episodes": (lambda: robust(episodes=0), "episodes is 0, expected a whole number, at least 1"),
@@ -248,7 +248,7 @@ COMMANDS: dict[str, tuple[list[str], str]] = {
         "--threads is 99999999, expected 1..1024",
     ),
     "other settings": (
-        ["robustify", "CartPole-v1", "--out", "{run}"],
+        ["robustify", "CartPole-v1", "--preset", "fast", "--out", "{run}"],
         "holds a run with other settings: config.eps is 0.05 there and 0.2 now; .* Choose another",
     ),
     "a file for a directory": (["robustify", "CartPole-v1", "--out", "{run}/run.json"], "Choose another --out"),

@@ -109,6 +109,19 @@ def test_a_live_model_brings_its_vecnormalize(tmp_path):
     assert torch.equal(load_teacher(tmp_path / "agent.zip", vecnormalize=env).normalizer(raw), teacher.normalizer(raw))
 
 
+def test_only_an_agent_behind_vecnormalize_is_said_to_lack_its_statistics(tmp_path, recwarn):
+    """Off-policy agents keep the last original observation whatever they were trained behind."""
+    dqn = DQN("MlpPolicy", "CartPole-v1", buffer_size=200, learning_starts=50, device="cpu", seed=0).learn(60)
+    dqn.save(tmp_path / "dqn.zip")
+    assert b"_last_original_obs" in zipfile.ZipFile(tmp_path / "dqn.zip").read("data")
+    load_teacher(tmp_path / "dqn.zip", "CartPole-v1")
+    assert not [one for one in recwarn if "VecNormalize" in str(one.message)]
+    ppo = small_ppo(env=VecNormalize(DummyVecEnv([lambda: gym.make("CartPole-v1")])))
+    ppo.learn(64).save(tmp_path / "ppo.zip")
+    with pytest.warns(UserWarning, match="trained behind VecNormalize"):
+        load_teacher(tmp_path / "ppo.zip", "CartPole-v1")
+
+
 def test_unnormalised_observations_behind_vecnormalize():
     env = VecNormalize(DummyVecEnv([lambda: gym.make("CartPole-v1")]), norm_obs=False)
     teacher = load_teacher(small_ppo(env=env))

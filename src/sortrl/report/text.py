@@ -177,7 +177,7 @@ def plainly(run: Run) -> str:
 def _certified(run: Run) -> str:
     row = run.attacked("student")
     under = "" if row is None or row.certified_share is None else f", {percent(row.certified_share)} under {row.attack}"
-    return f"{percent(run.certified_at_eps)} of the states visited in clean play{under}"
+    return f"{percent(run.certified_at_eps)} of the visited states{under}"
 
 
 def _attack_name(run: Run) -> str:

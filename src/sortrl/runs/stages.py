@@ -248,7 +248,10 @@ class Run:
 
         def collected(progress: Progress) -> Demonstrations:
             data = collect(teacher, self.env_id, config, self.seed, progress=progress)
-            check_splits(data)  # what nothing can be learned from is not kept: it would be in the way of better data
+            if states == self.config.collect.states or self.config.learns_from_another:  # else there are others to come
+                check_splits(
+                    data
+                )  # what nothing can be learned from is not kept: it would be in the way of better data
             return self._with_answers(teacher, data)
 
         return self._data("data", "Collecting states", collected)
