@@ -118,8 +118,9 @@ def test_only_what_our_own_writer_left_is_removed(tmp_path):
     assert (tmp_path / ".y.abcdefgh.sortrl.tmp").is_symlink()
 
 
-def test_a_run_removes_what_was_left_in_its_own_folders(tmp_path):
-    left = tmp_path / "student" / ".checkpoint.safetensors.abcdefgh.sortrl.tmp"
+@pytest.mark.parametrize("place", ["student/.checkpoint.safetensors", "rung-2/.checkpoint", "figures/.return.png"])
+def test_a_run_removes_what_was_left_in_its_own_folders(tmp_path, place):
+    left = tmp_path / f"{place}.abcdefgh.sortrl.tmp"
     with opened(tmp_path):
         pass
     left.parent.mkdir()

@@ -41,6 +41,7 @@ FOLDERS = (
     "polished",
     "suite",
     "suite/*",
+    "figures",
 )
 # What the stages after the teacher make.
 PARTS = (
@@ -48,7 +49,7 @@ PARTS = (
     *("dagger-*.safetensors", "search.*", "straighten.*", "steadying.safetensors"),
     *("policy.safetensors", "training.json", "memory.json", "choice.json"),
     *("evaluation.json", "certificate.json", "suite.json", "results.json"),
-    *FOLDERS[1:-1],
+    *FOLDERS[1:-2],
 )
 
 
