@@ -140,6 +140,8 @@ def half_written(out: Path) -> list[str]:
                 read_json(path)
             elif path.suffix == ".safetensors":
                 read_tensors(path)
+            elif path.suffix not in ends:
+                bad.append(f"{path.relative_to(out)}: of no known kind")
             elif not path.read_bytes().rstrip(b" \n" if path.suffix == ".html" else b"").endswith(ends[path.suffix]):
                 bad.append(f"{path.name}: cut off")
         except SortRLError as error:
