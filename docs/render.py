@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from sortrl.core.files import write_text
-from sortrl.experiments import atari, baseline_lines, bench, compute_lines, procgen
+from sortrl.experiments import atari, baseline_lines, bench, compute_lines, procgen, teachers_lines
 from sortrl.experiments.cells import figure
 from sortrl.report.charts import episode_chart
 from sortrl.report.figures import save_png
@@ -240,6 +240,11 @@ def images_table(results: dict[str, Any]) -> str:
         cells = [f"{math.floor(median * 1000) / 1000:.3f}" for median in medians]
         lines.append(f"| {task} | {found['states']} | {' | '.join(cells)} ({found['attack']}) |")
     return "\n".join(lines)
+
+
+def reached_table(results: dict[str, Any]) -> str:
+    """What the Atari teachers reach, beside what was aimed at."""
+    return "\n".join(teachers_lines(results))
 
 
 TABLES = {
