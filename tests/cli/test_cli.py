@@ -91,7 +91,7 @@ def test_options_of_robustify_reach_the_run(monkeypatch, tmp_path):
     monkeypatch.setattr("sortrl.runs.stages.Run.teacher", configured)
     options = ("--harden", "0.3", "--candidates", "2", "--episodes", "7", "--out", str(tmp_path / "run"))
     with pytest.raises(Stop) as stop:
-        cli.main(["robustify", "CartPole-v1", *options])
+        cli.main(["robustify", "CartPole-v1", "--preset", "fast", *options])
     config = stop.value.args[0]
     assert (config.harden.eps, config.candidates, config.episodes) == (0.3, 2, 7)
 
