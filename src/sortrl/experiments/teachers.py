@@ -35,9 +35,11 @@ def teachers_table(
     rows = {row["game"]: row for row in read_object(path)["teachers"]} if path.exists() else {}
     for name in GAMES if game is None else (game,):
         env_id = env_id_of(name)
-        folder = zoo.locate(Path(f"{zoo.PREFIX}{name.lower()}")) / "teacher"
-        if teachers is not None and (teachers / name.lower() / FILE_NAME).exists():
-            folder = teachers / name.lower()
+        own = Path(f"{zoo.PREFIX}{name.lower()}")
+        # The folder given, the zoo's best teachers, or the one that the zoo's students learned from.
+        places = [] if teachers is None else [teachers / name.lower()]
+        places += [zoo.folder() / "teachers" / name.lower(), zoo.locate(own) / "teacher"]
+        folder = next(place for place in places if (place / FILE_NAME).exists())
         teacher = load_teacher(folder, env_id)
         known: dict[str, Any] = {
             "game": name,
