@@ -237,6 +237,7 @@ READING_MODULES = {
     "cli/showing.py",
     "core/checkpoint.py",
     "data/dataset.py",
+    "distill/ladder.py",
     "evaluate/suite.py",
     "nets/base.py",
     "nets/zoo.py",

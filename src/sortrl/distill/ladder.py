@@ -18,6 +18,7 @@ import numpy.typing as npt
 from sortrl.attacks import PGD, Attack
 from sortrl.attacks.suites import is_black_box
 from sortrl.attacks.values import MinQ, Transfer
+from sortrl.core.checkpoint import damage_named
 from sortrl.core.errors import SortRLError
 from sortrl.core.files import read_object, write_json
 from sortrl.core.records import Demonstrations, Policy
@@ -29,6 +30,7 @@ from sortrl.distill.recipe import Recipe, Work, training_stage
 from sortrl.teachers.load.load import load_teacher
 
 LADDER_FILE = "ladder.json"
+AGAIN = "Delete it to measure again."
 KEEP = 0.95
 GAIN = 0.01  # of certified share, for which the next rung is worth its time
 ATTACKED_EPISODES = 10  # validation episodes under each attack
@@ -186,7 +188,8 @@ class LadderRecipe(Recipe):
             path = work.directory / f"rung-{number}.json"
             if not path.exists():
                 write_json(path, self._measured(work, number, student.policy, skill, checks).to_json())
-            found = Climbed.from_json(read_object(path))
+            with damage_named(path, AGAIN):
+                found = Climbed.from_json(read_object(path))
             if not self.quick:  # the next rung learns from the states that this one met
                 data = merge(data, _visited(work, number, student.policy, 1 if found.kept >= self.keep else 2))
             return found
@@ -238,9 +241,10 @@ class LadderRecipe(Recipe):
                 hold = None if is_black_box(work.teacher) else _worst(work, work.teacher, checks)[0]
                 document = {"random": work.play(random, None, work.episodes).mean, "teacher": returns.tolist()}
             write_json(path, {**document, "attacked": hold})
-        found = read_object(path)
-        hold = -math.inf if found["attacked"] is None else float(found["attacked"])
-        return Skill(float(found["random"]), np.array(found["teacher"])), hold
+        with damage_named(path, AGAIN):
+            found = read_object(path)
+            hold = -math.inf if found["attacked"] is None else float(found["attacked"])
+            return Skill(float(found["random"]), np.array(found["teacher"], np.float64)), hold
 
     def _measured(self, work: Work, number: int, student: Policy, skill: Skill, checks: Sequence[Attack]) -> Climbed:
         with work.stage("choose", f"Measuring rung {number}"):

@@ -11,6 +11,7 @@ from typing_extensions import NotRequired
 from sortrl import attacks
 from sortrl.certify import certificate_summary
 from sortrl.certify.shares import CertificateSummary
+from sortrl.core.checkpoint import damage_named
 from sortrl.core.files import read_json, read_object, write_json
 from sortrl.core.identity import plain
 from sortrl.core.records import EvalRow, Policy, stored_rows
@@ -131,8 +132,11 @@ def verdict(run: Run, rows: list[EvalRow] | None = None) -> dict[str, Any] | Non
     path = run.directory / LADDER_FILE
     if not isinstance(run.config.student, LadderRecipe) or not path.exists():
         return None
-    ladder = read_object(path)
-    data = read_object(run.directory / "training.json")["data"]
+    with damage_named(path, "Delete the run's directory to start over."):
+        return _judged(read_object(path), read_object(run.directory / "training.json")["data"], rows)
+
+
+def _judged(ladder: dict[str, Any], data: dict[str, Any], rows: list[EvalRow] | None) -> dict[str, Any]:
     chosen = next(rung for rung in ladder["rungs"] if rung["rung"] == ladder["chosen"])
     measured = [("validation", ladder["teacher"], chosen["clean"])]
     if rows is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -218,8 +219,6 @@ def test_units_are_in_the_policy_and_the_teacher_meets_it_in_them(run):
 
 
 def test_a_rung_that_is_there_is_not_trained_again(run, tmp_path):
-    import shutil
-
     copy = tmp_path / "copy"
     shutil.copytree(run, copy)
     before = (copy / "policy.safetensors").read_bytes()
@@ -230,6 +229,18 @@ def test_a_rung_that_is_there_is_not_trained_again(run, tmp_path):
     sortrl.robustify(balancer(), "CartPole-v1", out=copy, **TINY)
     assert (copy / "policy.safetensors").read_bytes() == before
     assert {path: path.stat().st_mtime_ns for path in kept} == kept
+
+
+@pytest.mark.parametrize("file", ["rung-*.json", "reference.json"])
+def test_a_damaged_measurement_is_named(run, tmp_path, file):
+    copy = tmp_path / "copy"
+    shutil.copytree(run, copy)
+    for name in ("policy.safetensors", "ladder.json", "results.json"):
+        (copy / name).unlink()
+    path = sorted(copy.glob(file))[0]
+    path.write_text('{"attacked": "much"}')
+    with pytest.raises(SortRLError, match=rf"{path.name} is damaged .*Delete it to measure again"):
+        sortrl.robustify(balancer(), "CartPole-v1", out=copy, **TINY)
 
 
 HOPELESS = {**TINY, "steps": 1, "dagger_rounds": 0, "suite": (), "quick": True, "keep": 0.95}
