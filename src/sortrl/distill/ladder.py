@@ -25,8 +25,8 @@ from sortrl.core.records import Demonstrations, Policy
 from sortrl.data.collect import CollectConfig, collect
 from sortrl.data.dataset import load_demonstrations, merge, save_demonstrations
 from sortrl.distill.config import PRESETS, DistillConfig
-from sortrl.distill.loop import Distilled, distill
-from sortrl.distill.recipe import Recipe, Work, training_stage
+from sortrl.distill.loop import Distilled
+from sortrl.distill.recipe import Recipe, Work, trained
 from sortrl.teachers.load.load import load_teacher
 
 LADDER_FILE = "ladder.json"
@@ -170,7 +170,7 @@ class LadderRecipe(Recipe):
 
     def train(self, work: Work, name: str, seed: int, short: bool = False) -> Distilled:
         config = replace(self.distill, steps=max(1, self.distill.steps // 3)) if short else self.distill
-        return self._trained(work, name, seed, config)
+        return trained(work, name, seed, config)
 
     def chosen(self, work: Work) -> Distilled:
         """Climb, measure, select; every rung has its folder, its states and its measurements in the run's directory."""
@@ -181,9 +181,7 @@ class LadderRecipe(Recipe):
         def try_rung(number: int) -> Climbed:
             nonlocal data
             rung = LADDER[number]
-            student = self._trained(
-                replace(work, training=data), f"rung {number}", work.seed, rung.config(self.distill)
-            )
+            student = trained(replace(work, training=data), f"rung {number}", work.seed, rung.config(self.distill))
             students[number] = student
             path = work.directory / f"rung-{number}.json"
             if not path.exists():
@@ -216,18 +214,6 @@ class LadderRecipe(Recipe):
 
     def describe(self, directory: Path) -> dict[str, Any]:
         return {"ladder": read_object(directory / LADDER_FILE)}
-
-    def _trained(self, work: Work, name: str, seed: int, config: DistillConfig) -> Distilled:
-        with training_stage(work, name) as (folder, progress):
-            return distill(
-                work.training,
-                work.teacher.normalizer,
-                config,
-                held_out=work.held_out,
-                out_dir=folder,
-                seed=seed,
-                progress=progress,
-            )
 
     def _reference(self, work: Work, checks: Sequence[Attack]) -> tuple[Skill, float]:
         """What students are measured against: random play, the teacher, and the teacher under attack."""

@@ -119,16 +119,21 @@ class SortRecipe(Recipe):
 
     def train(self, work: Work, name: str, seed: int, short: bool = False) -> Distilled:
         config = replace(self.distill, steps=max(1, self.distill.steps // 3)) if short else self.distill
-        with training_stage(work, name) as (folder, progress):
-            return distill(
-                work.training,
-                work.teacher.normalizer,
-                config,
-                held_out=work.held_out,
-                out_dir=folder,
-                seed=seed,
-                progress=progress,
-            )
+        return trained(work, name, seed, config)
+
+
+def trained(work: Work, name: str, seed: int, config: DistillConfig) -> Distilled:
+    """One training of a SortNet, as a stage of the run."""
+    with training_stage(work, name) as (folder, progress):
+        return distill(
+            work.training,
+            work.teacher.normalizer,
+            config,
+            held_out=work.held_out,
+            out_dir=folder,
+            seed=seed,
+            progress=progress,
+        )
 
 
 @contextmanager
