@@ -339,6 +339,12 @@ class SortPolicy(CertifiedPolicy):
         return keep | (draws == draws.amax(1, keepdim=True))  # keeping the largest draw changes only empty masks
 
     def explain(self) -> dict[str, str]:
+        if any(isinstance(part, Ramp) for part in self.front):
+            return {
+                "network": f"SortNet, {self.config.depth} layers of {self.config.width} on pixels seen through ramps",
+                "proof": "Intervals bound what the ramps and the sort layers behind them make of every observation within "
+                "the radius.",
+            }
         return {
             "network": f"SortNet, {self.config.depth} layers of {self.config.width}",
             "proof": "The radius is half the gap between the best score and the next, divided by the network's l∞ Lipschitz "
