@@ -256,6 +256,7 @@ TABLES = {
     "suites": ("fig1", suites_table),
     "table1": ("table1", atari_table),
     "teachers84": ("table1", teachers_table),
+    "teachers": ("teachers", reached_table),
     "table1-sticky": ("table1", sticky_table),
     "table2": ("table2", procgen_table),
     "table2-attacks": ("table2", other_attacks_table),
