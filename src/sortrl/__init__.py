@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from sortrl.evaluate.returns import evaluate
     from sortrl.nets import SortLinear, SortPolicy, load
     from sortrl.runs.robustify import robustify
-    from sortrl.teachers import Teacher, load_teacher, train_teacher
+    from sortrl.runs.teach import train_teacher
+    from sortrl.teachers import Teacher, load_teacher
 
 __all__ = [
     "Certificate",
@@ -63,7 +64,7 @@ _HOME = {
     "load": "sortrl.nets",
     "load_teacher": "sortrl.teachers",
     "robustify": "sortrl.runs.robustify",
-    "train_teacher": "sortrl.teachers",
+    "train_teacher": "sortrl.runs.teach",
 }
 
 

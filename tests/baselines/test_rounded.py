@@ -28,7 +28,7 @@ from sortrl.nets.intervals import Norm
 from sortrl.nets.thresholds import UNUSED
 from sortrl.runs.config import robustify_config
 from sortrl.runs.run import read_run
-from sortrl.teachers import continued
+from sortrl.runs.tasks import continued
 from sortrl.teachers.train_pqn import Tutor
 from sortrl.verify import verify
 

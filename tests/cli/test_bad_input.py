@@ -35,7 +35,8 @@ from sortrl.evaluate.suite import evaluate_suite
 from sortrl.experiments.reliability.tiny import SETTINGS, tiny_run
 from sortrl.runs.config import robustify_config
 from sortrl.runs.robustify import robustify
-from sortrl.teachers import TeacherConfig, load_normalizer, load_teacher, train_teacher
+from sortrl.runs.teach import train_teacher
+from sortrl.teachers import TeacherConfig, load_normalizer, load_teacher
 
 
 class Fake(gym.Env):

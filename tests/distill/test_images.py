@@ -18,7 +18,7 @@ from sortrl.distill import distill
 from sortrl.experiments.certificates import PLAIN_PIXELS, clean_episodes, clipping
 from sortrl.nets import Centre, Ramp
 from sortrl.runs.run import read_run
-from sortrl.teachers.config import PQN_TEACHERS
+from sortrl.runs.tasks import teacher_preset
 from sortrl.verify import verify
 
 pytest.importorskip("minatar", reason="MinAtar is not installed: pip install 'sortrl[minatar]'")
@@ -30,7 +30,7 @@ EPS = 0.15
 def run(tmp_path_factory) -> Path:
     directory = tmp_path_factory.mktemp("breakout")
     teacher = replace(
-        PQN_TEACHERS[GAME], total_steps=73_728, eval_every=24_576, exploration_fraction=0.3, target_return=None
+        teacher_preset(GAME), total_steps=73_728, eval_every=24_576, exploration_fraction=0.3, target_return=None
     )
     short = {"teacher_config": teacher, "steps": 800, "episodes": 10, "eps_grid": (0.0, EPS)}
     sortrl.robustify(None, GAME, out=directory, suite=("noise", "pgd-10-p32"), suite_episodes=4, **short)

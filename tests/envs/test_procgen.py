@@ -17,7 +17,8 @@ from sortrl.data.collect import CollectConfig, collect
 from sortrl.envs import EnvSlots, Simulator, describe
 from sortrl.envs.info import make_env
 from sortrl.envs.procgen import ACTION_GROUPS, ALL_LEVELS, BUTTONS, TRAIN_LEVELS, level_of, make_pool
-from sortrl.teachers import Architecture, Teacher, grading, load_teacher, teacher_preset, train_teacher
+from sortrl.runs.tasks import teacher_preset
+from sortrl.teachers import Architecture, Teacher, grading, load_teacher, train_teacher
 from sortrl.teachers import train_sb3 as training
 
 JUMPER, COINRUN = "sortrl/Jumper-train-v0", "sortrl/Coinrun-train-v0"

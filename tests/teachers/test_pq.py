@@ -16,13 +16,11 @@ import torch
 from sortrl import cli
 from sortrl.core.errors import SortRLError
 from sortrl.envs import describe, greedy_returns
+from sortrl.runs.tasks import TASKS, continued, teacher_preset
 from sortrl.teachers import (
-    PQN_TEACHERS,
     Architecture,
     PQNConfig,
-    continued,
     load_teacher,
-    teacher_preset,
     train_teacher,
 )
 from sortrl.teachers.grading import grade
@@ -99,7 +97,7 @@ def test_the_network_is_normalised_and_saved(tmp_path):
 
 
 def test_a_small_game_is_learned(tmp_path):
-    config = replace(PQN_TEACHERS[BREAKOUT], total_steps=49_152, exploration_fraction=0.4, target_return=None)
+    config = replace(teacher_preset(BREAKOUT), total_steps=49_152, exploration_fraction=0.4, target_return=None)
     teacher = train_teacher(BREAKOUT, config, tmp_path, seed=0)
     returns = greedy_returns(teacher, BREAKOUT, range(20))
     rng = np.random.default_rng(0)
@@ -227,7 +225,7 @@ def test_bad_configs(fields, message):
 
 def test_the_command_trains_and_tells_the_result(tmp_path, monkeypatch, capsys):
     tiny = replace(TINY, total_steps=128, eval_every=128, confirm_episodes=2)
-    monkeypatch.setitem(PQN_TEACHERS, BREAKOUT, tiny)
+    monkeypatch.setitem(TASKS, BREAKOUT, replace(TASKS[BREAKOUT], teachers={"pqn": tiny}))
     cli.main(["teach", BREAKOUT, "--out", str(tmp_path), "--json", str(tmp_path / "result.json")])
     assert "over 2 greedy episodes" in capsys.readouterr().out
     assert load_teacher(tmp_path).algorithm == "pqn"

@@ -12,7 +12,8 @@ import torch
 
 from sortrl.core.errors import SortRLError
 from sortrl.envs import greedy_returns
-from sortrl.teachers import DQN_TEACHERS, TEACHERS, TeacherConfig, train_teacher
+from sortrl.runs.tasks import TASKS, teacher_preset
+from sortrl.teachers import TeacherConfig, train_teacher
 
 PUBLISHED = Path(os.environ.get("SORTRL_TEACHERS") or Path(__file__).parents[3] / "shared" / "teachers") / "sb3"
 needs_published = pytest.mark.skipif(not PUBLISHED.is_dir(), reason="no published agents; set SORTRL_TEACHERS")
@@ -118,16 +119,16 @@ def reaches_its_bar(env_id, config):
 
 
 def test_cartpole_preset_reaches_its_bar():
-    reaches_its_bar("CartPole-v1", TEACHERS["CartPole-v1"])
+    reaches_its_bar("CartPole-v1", teacher_preset("CartPole-v1"))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("env_id", ["Acrobot-v1", "MountainCar-v0", pytest.param("LunarLander-v3", marks=needs_box2d)])
 def test_presets_reach_their_bars(env_id):
-    reaches_its_bar(env_id, TEACHERS[env_id])
+    reaches_its_bar(env_id, teacher_preset(env_id))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("env_id", list(DQN_TEACHERS))
+@pytest.mark.parametrize("env_id", [env_id for env_id in TASKS if "dqn" in TASKS[env_id].teachers])
 def test_dqn_presets_reach_their_bars(env_id):
-    reaches_its_bar(env_id, DQN_TEACHERS[env_id])
+    reaches_its_bar(env_id, teacher_preset(env_id, "dqn"))

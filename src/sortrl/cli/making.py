@@ -150,7 +150,8 @@ def teach(
     from sortrl.core.files import locked, write_json
     from sortrl.core.progress import stage
     from sortrl.evaluate.returns import evaluate as play
-    from sortrl.teachers import PQNConfig, continued, teacher_preset, train_teacher
+    from sortrl.runs.tasks import continued, teacher_preset
+    from sortrl.teachers import PQNConfig, train_teacher
 
     if start is not None and imitate is not None:
         raise SortRLError("teach: --start and --imitate are two ways to go on; choose one.")

@@ -44,7 +44,8 @@ from sortrl.experiments.figure1 import Scale
 from sortrl.nets import CertifiedPolicy, zoo
 from sortrl.runs.config import Preset, robustify_config
 from sortrl.runs.run import open_run, read_run
-from sortrl.teachers import PQN_TEACHERS, Teacher, load_teacher, quantized, train_teacher
+from sortrl.runs.tasks import teacher_preset
+from sortrl.teachers import Teacher, load_teacher, quantized, train_teacher
 from sortrl.teachers.teacher import FILE_NAME
 
 Table = Literal["table1", "table3"]
@@ -171,7 +172,7 @@ def teacher_of(game: str, work: Path, scale: Scale, teachers: Path | None, progr
                 f"{teachers} holds no teacher of {game}. Train one: sortrl teach {env_id} --out {folder}, or leave --teachers out."
             )
         return load_teacher(folder, env_id)
-    preset = PQN_TEACHERS[env_id]
+    preset = teacher_preset(env_id)
     if scale == "smoke":
         folder = work / scale / "teachers" / game
         preset = replace(preset, **SMOKE_TRAINING)

@@ -34,7 +34,8 @@ from sortrl.nets.float_bounds import rounding_error, stages, traced_scores
 from sortrl.report.figures import panels, save
 from sortrl.runs.config import robustify_config
 from sortrl.runs.run import open_run
-from sortrl.teachers import teacher_preset, train_teacher
+from sortrl.runs.tasks import teacher_preset
+from sortrl.teachers import train_teacher
 
 IMAGES = "sortrl/Breakout10-v0"
 # What the valid range adds is asked of a student that sees the pixels as they are: ramps are constant where they leave it.

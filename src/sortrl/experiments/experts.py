@@ -8,7 +8,8 @@ from pathlib import Path
 
 from sortrl.core.errors import SortRLError
 from sortrl.core.files import locked
-from sortrl.teachers import Teacher, load_teacher, teacher_preset, train_teacher
+from sortrl.runs.tasks import teacher_preset
+from sortrl.teachers import Teacher, load_teacher, train_teacher
 
 # Published agent and its statistics; None: the agent takes raw observations.
 ZOO: dict[str, tuple[str, str | None]] = {

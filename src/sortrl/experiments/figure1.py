@@ -34,71 +34,16 @@ from sortrl.evaluate.suite import evaluate_suite
 from sortrl.experiments.experts import expert, find_teachers
 from sortrl.nets import CertifiedPolicy
 from sortrl.report.figures import panels, save
+from sortrl.runs import tasks
 from sortrl.runs.config import RobustifyConfig, robustify_config
 from sortrl.runs.measure import SLOTS
 from sortrl.runs.run import open_run
-from sortrl.teachers import HardenConfig, SteadyConfig, Teacher
+from sortrl.teachers import Teacher
 
 Scale = Literal["smoke", "cpu", "paper"]
 PROTOCOLS = ("paper", "normalised")
 TASKS = ("CartPole-v1", "Acrobot-v1", "MountainCar-v0", "LunarLander-v3")
 EPS_GRID = tuple(round(0.02 * k, 2) for k in range(11))
-
-# Where students differ from the task's defaults, which are made for normalising teachers; chosen on validation episodes.
-SETTINGS: dict[tuple[str, str], dict[str, Any]] = {
-    ("paper", "CartPole-v1"): {
-        "eps": 0.05,
-        "scale": 5.0,
-        "smoothing": 0.2,
-        "noise": 0.2,
-        "lambda_end": 1.0,
-        "dagger_rounds": 2,
-    },
-    ("paper", "Acrobot-v1"): {
-        "eps": 0.15,
-        "noise": 0.2,
-        "smoothing": 0.0,
-        "dagger_rounds": 1,
-        "start_radius": 0.3,
-        "candidates": 4,
-        "choose_eps": (0.1,),  # the eps at which its return is closest to the target
-        "choose_episodes": 200,
-    },
-    ("paper", "MountainCar-v0"): {
-        "eps": 0.1,
-        "scale": 2.0,
-        "smoothing": 0.05,
-        "noise": 0.15,
-        "lambda_end": 0.03,
-        "dagger_rounds": 2,
-        "dagger_eps": 0.15,
-    },
-    ("paper", "LunarLander-v3"): {
-        "eps": 0.04,
-        "scale": 4.0,
-        "smoothing": 0.03,
-        "noise": 0.05,
-        "lambda_end": 1.0,
-        "steps": 3000,
-        "dagger_rounds": 6,
-        "dagger_states": 30_000,
-        "dagger_eps": 0.15,
-        "harden": HardenConfig(eps=0.2),
-        "candidates": 3,
-        "choose_episodes": 200,  # chosen by clean return: choosing by attacked return lowers it
-    },
-    # A low-sensitivity teacher is followed closely: no label smoothing, and full weight of the cross-entropy to the end.
-    ("normalised", "CartPole-v1"): {
-        "eps": 0.1,
-        "smoothing": 0.0,
-        "noise": 0.2,
-        "lambda_end": 1.0,
-        "steady": SteadyConfig(eps=0.12, eps_attack=0.2, generations=60),
-    },
-}
-
-# The recipe as printed is trained for the same eps as ours, except where ours was changed later.
-PRINTED_EPS = {"LunarLander-v3": 0.03}
 
 
 @dataclass(frozen=True)
@@ -189,10 +134,11 @@ def units(plan: Plan, tasks: tuple[str, ...], protocols: tuple[str, ...] = PROTO
 
 def config_of(unit: Unit, plan: Plan) -> RobustifyConfig:
     """How the student of a unit is made."""
-    settings = SETTINGS.get((unit.protocol, unit.task), {})
+    task = tasks.TASKS[unit.task]
+    settings = task.figure1.get(unit.protocol, {})
     if unit.agent == "paper":
         changes = {name: value for name, value in plan.changes if name != "dagger_rounds"}
-        eps = PRINTED_EPS.get(unit.task, settings.get("eps"))
+        eps = task.printed_eps or settings.get("eps")
         return robustify_config(unit.task, eps, "paper", train_teacher=False, **changes)
     return robustify_config(unit.task, train_teacher=False, **{**settings, **dict(plan.changes)})
 
@@ -320,13 +266,14 @@ def earlier_units(path: Path, scale: str) -> list[dict[str, Any]]:
 def is_current(stored: dict[str, Any] | None, config: RobustifyConfig | None) -> bool:
     """Whether the stored settings of a unit equal the current ones.
 
-    >>> from sortrl.runs.config import robustify_config
-    >>> from sortrl.core.identity import plain
-    >>> config = robustify_config("CartPole-v1", 0.2, train_teacher=False)
-    >>> stored = plain(config)
-    >>> del stored["start_radius"]
-    >>> is_current(stored, config), is_current(stored, robustify_config("CartPole-v1", 0.1, train_teacher=False))
-    (True, False)
+        >>> from sortrl.runs import tasks
+    from sortrl.runs.config import robustify_config
+        >>> from sortrl.core.identity import plain
+        >>> config = robustify_config("CartPole-v1", 0.2, train_teacher=False)
+        >>> stored = plain(config)
+        >>> del stored["start_radius"]
+        >>> is_current(stored, config), is_current(stored, robustify_config("CartPole-v1", 0.1, train_teacher=False))
+        (True, False)
     """
     return not differences(stored, config)
 

@@ -25,7 +25,8 @@ from sortrl.nets import CertifiedPolicy, zoo
 from sortrl.runs.config import Preset, robustify_config
 from sortrl.runs.run import open_run, read_run
 from sortrl.runs.stages import Run
-from sortrl.teachers import Teacher, load_teacher, sampled, teacher_preset, train_teacher
+from sortrl.runs.tasks import teacher_preset
+from sortrl.teachers import Teacher, load_teacher, sampled, train_teacher
 
 Table = Literal["table2", "table4"]
 GAMES = ("Jumper", "Coinrun")

@@ -15,8 +15,8 @@ from sortrl.data.collect import CollectConfig
 from sortrl.distill import config as distill
 from sortrl.distill.ladder import LadderRecipe
 from sortrl.distill.recipe import Recipe, SortRecipe
-from sortrl.runs.tasks import TASKS, Task
-from sortrl.teachers import HardenConfig, SteadyConfig, TeacherConfig, teacher_preset
+from sortrl.runs.tasks import TASKS, Task, teacher_preset
+from sortrl.teachers import HardenConfig, SteadyConfig, TeacherConfig
 
 Preset = Literal["auto", "fast", "paper", "memory", "rounded"]
 Units = Literal["std", "teacher", "raw"]

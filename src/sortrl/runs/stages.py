@@ -32,7 +32,8 @@ from sortrl.evaluate.returns import evaluate
 from sortrl.nets import CertifiedPolicy
 from sortrl.runs.choosing import SLOTS, choose
 from sortrl.runs.config import RobustifyConfig
-from sortrl.teachers import Teacher, decided_at_start, hardened, smoothed, steadied, train_teacher
+from sortrl.runs.teach import train_teacher
+from sortrl.teachers import Teacher, decided_at_start, hardened, smoothed, steadied
 from sortrl.teachers.grading import LOG_FILE
 
 VALIDATION_SHARE = 0.1

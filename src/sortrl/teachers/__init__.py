@@ -3,15 +3,7 @@
 from __future__ import annotations
 
 from sortrl.nets.architecture import Architecture
-from sortrl.teachers.config import (
-    DQN_TEACHERS,
-    PQN_TEACHERS,
-    TEACHERS,
-    PQNConfig,
-    TeacherConfig,
-    continued,
-    teacher_preset,
-)
+from sortrl.teachers.config import ImagePPOConfig, PQNConfig, TeacherConfig
 from sortrl.teachers.hardening import HardenConfig, hardened
 from sortrl.teachers.load.load import load_teacher
 from sortrl.teachers.load.vecnormalize import load_normalizer, save_normalizer
@@ -21,16 +13,13 @@ from sortrl.teachers.train_sb3 import train_teacher
 from sortrl.teachers.wrappers import decided_at_start, quantized, sampled, smoothed
 
 __all__ = [
-    "DQN_TEACHERS",
-    "PQN_TEACHERS",
-    "TEACHERS",
     "Architecture",
     "HardenConfig",
+    "ImagePPOConfig",
     "PQNConfig",
     "SteadyConfig",
     "Teacher",
     "TeacherConfig",
-    "continued",
     "decided_at_start",
     "hardened",
     "load_normalizer",
@@ -40,6 +29,5 @@ __all__ = [
     "save_normalizer",
     "smoothed",
     "steadied",
-    "teacher_preset",
     "train_teacher",
 ]

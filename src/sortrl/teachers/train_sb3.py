@@ -26,7 +26,7 @@ from sortrl.core.seeding import generators_restored, one_thread
 from sortrl.envs import describe
 from sortrl.envs.info import make_env
 from sortrl.envs.procgen import ProcgenEnv
-from sortrl.teachers.config import ImagePPOConfig, PQNConfig, TeacherConfig, continued, teacher_preset
+from sortrl.teachers.config import ImagePPOConfig, PQNConfig, TeacherConfig
 from sortrl.teachers.grading import LOG_FILE, grade
 from sortrl.teachers.load.load import load_teacher
 from sortrl.teachers.teacher import Teacher
@@ -40,7 +40,7 @@ _REPLAY = ("observations", "next_observations", "actions", "rewards", "dones", "
 
 def train_teacher(
     env_id: str,
-    config: TeacherConfig | None = None,
+    config: TeacherConfig,
     out_dir: str | Path | None = None,
     seed: int = 0,
     progress: Progress | None = None,
@@ -52,13 +52,11 @@ def train_teacher(
     With ``out_dir`` the best teacher so far and the state of the training are kept there, and the same call continues
     from them (a finished training is just loaded). The result depends on the configuration and the seed alone.
     ``progress`` is called after each evaluation with ``step``, ``total`` and ``return`` (greedy, mean). The games of a PQN
-    training can be shared out among ``processes``, and it can go on from an earlier agent (``start``; then without a
-    configuration, with :func:`sortrl.teachers.config.continued` settings).
+    training can be shared out among ``processes``, and it can go on from an earlier agent (``start``).
     """
     if seed < 0:
         raise SortRLError(f"train_teacher: seed is {seed}, expected 0 or more.")
     info = describe(env_id)
-    config = config or (teacher_preset(info.env_id) if start is None else continued(info.env_id))
     if isinstance(config, PQNConfig):
         return train_pqn(info, config, out_dir, seed, progress, processes, start)
     if start is not None:

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from sortrl.envs import Fleet, ParallelFleet, describe
 from sortrl.experiments.bench.timing import Contender, disagreements, take_turns
-from sortrl.teachers import PQN_TEACHERS, Architecture
+from sortrl.runs.tasks import teacher_preset
+from sortrl.teachers import Architecture, PQNConfig
 from sortrl.teachers.train_pqn import Rollout, Run
 
 TASK = "sortrl/Freeway84-v0"  # the slowest of the four to emulate
@@ -59,7 +60,9 @@ class Training:
 
     def __init__(self, games: int, processes: int, half: bool) -> None:
         # Small enough a share of the training that exploration does not change meanwhile.
-        config = replace(PQN_TEACHERS[TASK], n_envs=games, stagger=0, half=half)
+        preset = teacher_preset(TASK)
+        assert isinstance(preset, PQNConfig)
+        config = replace(preset, n_envs=games, stagger=0, half=half)
         info, self.config = describe(TASK), config
         torch.manual_seed(0)
         network = Architecture(
