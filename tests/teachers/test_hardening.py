@@ -33,7 +33,7 @@ def equal(one: Teacher, other: Teacher) -> bool:
 def test_the_adversary_keeps_its_distance_and_changes_what_a_linear_rule_leaves_to_change():
     teacher, unit = pilot(), 0.3 * torch.randn(500, 4)
     sizes = torch.linspace(0, 0.2, 500)
-    shown = hardening.Adversary(teacher, describe(CARTPOLE), steps=2)(teacher.body, unit, sizes)
+    shown = hardening.Adversary(teacher, describe(CARTPOLE))(teacher.body, unit, sizes)
     assert ((shown - unit).abs().amax(1) <= sizes + 1e-6).all()
     scores = teacher.scores(unit)
     near = (scores[:, 1] - scores[:, 0]).abs() < 0.999 * sizes * 6.5  # the sum of the absolute weights
@@ -45,7 +45,7 @@ def test_the_adversary_keeps_its_distance_and_changes_what_a_linear_rule_leaves_
 def test_the_adversary_keeps_to_the_declared_range():
     teacher, low = pilot((0.0, 0.0, -1.0, 0.0)), float(describe(CARTPOLE).valid_low[2])
     unit = torch.tensor([[0.0, 0.0, 0.99 * low, 0.0], [0.0, 0.0, 1.5 * low, 0.0]])
-    adversary, sizes = hardening.Adversary(teacher, describe(CARTPOLE), steps=1), torch.full((2,), 0.1)
+    adversary, sizes = hardening.Adversary(teacher, describe(CARTPOLE)), torch.full((2,), 0.1)
     away = adversary(
         pilot((0.0, 0.0, 1.0, 0.0)).body, unit, sizes
     )  # pushes to the left there; more angle would change it
@@ -150,7 +150,7 @@ def test_settings_are_checked():
     for changes, message in (
         ({"eps": 0.0}, "eps is 0.0, expected a positive"),
         ({"eps": 0.1, "n_steps": 1}, "n_steps is 1, expected a whole number, at least 2"),
-        ({"eps": 0.1, "calm": 1.5}, "calm is 1.5, expected between 0 and 1"),
+        ({"eps": 0.1, "gamma": 1.5}, "gamma is 1.5, expected between 0 and 1"),
     ):
         with pytest.raises(SortRLError, match=message):
             HardenConfig(**changes)

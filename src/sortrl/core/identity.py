@@ -98,6 +98,22 @@ GIVEN_UP: dict[str, Any] = {
     "conv_learning_rate": 0.001,
     "temperature": 1.0,
     "beta": 0.0,
+    # HardenConfig
+    "calm": 0.4,
+    "attack_steps": 3,
+    "gae_lambda": 0.97,
+    "ent_coef": 0.003,
+    "clip_range": 0.2,
+    "n_epochs": 6,
+    # SteadyConfig
+    "give": 0.02,
+    "price": 0.2,
+    "last_layer": True,
+    # SearchConfig
+    "horizon": 120,
+    "random_share": 0.5,
+    "longest_run": 30,
+    "temperatures": [1.0, 2.0, 4.0],
 }
 
 

@@ -30,11 +30,14 @@ from sortrl.envs import EnvInfo, EnvSlots, Episode, Fleet, describe, play_episod
 from sortrl.teachers.load.load import check_fit
 from sortrl.teachers.proximal import Rollout, improve, size_of_returns
 from sortrl.teachers.teacher import Teacher
+from sortrl.teachers.wrappers import Rescored
 
 CHECKED = 4  # states of the training that are compared with the teacher on fresh episodes at the end
 CRITIC = 128  # width of its two hidden layers
 CRITIC_RATE = 1e-3
 SAVE_EVERY_S = 60.0
+CALM = 0.4  # share of the episodes that nobody attacks, so that the skill of the teacher is kept
+ATTACK_STEPS = 3
 
 
 @dataclass(frozen=True)
@@ -45,22 +48,14 @@ class HardenConfig:
     """Episodes are played under attacks of sizes between 0 and this (unit space, l_inf)."""
     steps: int = 3_000_000
     """Environment steps altogether."""
-    calm: float = 0.4
-    """Share of the episodes that nobody attacks, so that the skill of the teacher is kept."""
-    attack_steps: int = 3
-    """Gradient steps of each attack."""
     warm_updates: int = 5
     """Updates in which only the critic learns: a fresh one would lead the teacher astray."""
     learning_rate: float = 3e-4
     """Of the teacher; it falls linearly to zero."""
     gamma: float = 0.995
-    gae_lambda: float = 0.97
-    ent_coef: float = 0.003
-    clip_range: float = 0.2
     n_envs: int = 64
     n_steps: int = 128
     """Steps of each environment between updates."""
-    n_epochs: int = 6
     batch_size: int = 1024
     check_episodes: int = 128
     """Fresh episodes at the end, attacked by all sizes, on which the training must beat the teacher."""
@@ -78,41 +73,28 @@ class HardenConfig:
 
     def __post_init__(self) -> None:
         whole = {"warm_updates": 0, "seed": 0, "n_steps": 2, "check_episodes": 2}
-        whole |= dict.fromkeys(("steps", "attack_steps", "n_envs", "n_epochs", "batch_size"), 1)
+        whole |= dict.fromkeys(("steps", "n_envs", "batch_size"), 1)
         for name, least in whole.items():
             value = getattr(self, name)
             if not isinstance(value, int) or value < least:
                 raise SortRLError(f"HardenConfig: {name} is {value!r}, expected a whole number, at least {least}.")
-        for name in ("eps", "learning_rate", "clip_range"):
+        for name in ("eps", "learning_rate"):
             if not 0 < getattr(self, name) < float("inf"):
                 raise SortRLError(f"HardenConfig: {name} is {getattr(self, name)}, expected a positive number.")
-        for name in ("calm", "gamma", "gae_lambda", "ent_coef"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise SortRLError(f"HardenConfig: {name} is {getattr(self, name)}, expected between 0 and 1.")
+        if not 0 <= self.gamma <= 1:
+            raise SortRLError(f"HardenConfig: gamma is {self.gamma}, expected between 0 and 1.")
 
 
 class Adversary:
     """PGD against an agent that is still learning, within the declared range of observations."""
 
-    def __init__(self, teacher: Teacher, info: EnvInfo, steps: int) -> None:
-        self.teacher, self.attack = teacher, PGD(steps, step_share=1.0 / steps)
+    def __init__(self, teacher: Teacher, info: EnvInfo) -> None:
+        self.teacher, self.attack = teacher, PGD(ATTACK_STEPS, step_share=1.0 / ATTACK_STEPS)
         self.low, self.high = valid_range(teacher, info)
 
     def __call__(self, body: nn.Module, unit: Tensor, sizes: Tensor) -> Tensor:
         """What to show the agent in the place of ``unit`` (batch, size), each within its own distance (batch,)."""
-        return self.attack(_Learning(self.teacher, body), unit, sizes, self.low, self.high).perturbed
-
-
-class _Learning:
-    """The teacher with the weights that it has just now, as attacks know a policy."""
-
-    def __init__(self, teacher: Teacher, body: nn.Module) -> None:
-        self.body, self.normalize = body, teacher.normalize
-        self.obs_shape, self.n_actions, self.predict = teacher.obs_shape, teacher.n_actions, teacher.predict
-
-    def scores(self, unit: Tensor) -> Tensor:
-        result: Tensor = self.body(unit)
-        return result
+        return self.attack(Rescored(self.teacher, body), unit, sizes, self.low, self.high).perturbed
 
 
 class _Run:
@@ -122,14 +104,14 @@ class _Run:
         self.config, self.teacher = config, teacher
         state = {name: tensor.numpy() for name, tensor in part(stored, "fleet").items()}
         self.fleet = Fleet(env_id, config.n_envs, config.seed, state=state or None)
-        self.adversary = Adversary(teacher, self.fleet.info, config.attack_steps)
+        self.adversary = Adversary(teacher, self.fleet.info)
         self.sizes = stored.get("sizes", torch.zeros(config.n_envs))
         self.scale = stored.get("scale", torch.zeros(()))
         self.fresh = "sizes" not in stored
 
     def draw(self, n: int, generator: torch.Generator) -> Tensor:
         calm, size = torch.rand((2, n), generator=generator)
-        return torch.where(calm < self.config.calm, 0.0, size * self.config.eps)
+        return torch.where(calm < CALM, 0.0, size * self.config.eps)
 
     def play(self, agent: nn.ModuleDict, generator: torch.Generator) -> tuple[Rollout, list[float]]:
         """``n_steps`` of every game, and the returns of the episodes that ended."""
@@ -249,10 +231,10 @@ def _learn(
 def returns_under_attack(teacher: Teacher, info: EnvInfo, config: HardenConfig) -> npt.NDArray[np.float64]:
     """Greedy returns of fresh episodes, the first ones calm and the others attacked by sizes that rise evenly up to eps."""
     n = config.check_episodes
-    calm = round(config.calm * n)
+    calm = round(CALM * n)
     sizes = torch.cat([torch.zeros(calm), torch.linspace(0, config.eps, n - calm)])
     seeds = np.random.SeedSequence([config.seed, 8]).generate_state(n) >> 1  # hashed: no episodes of an evaluation
-    adversary = Adversary(teacher, info, config.attack_steps)
+    adversary = Adversary(teacher, info)
 
     def act(episodes: list[Episode]) -> npt.NDArray[np.int64]:
         unit = teacher.normalize(np.stack([episode.obs for episode in episodes]))

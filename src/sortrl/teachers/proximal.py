@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 MAX_GRAD_NORM = 0.5
+GAE_LAMBDA, ENT_COEF, CLIP_RANGE, EPOCHS = 0.97, 0.003, 0.2, 6
 
 
 class Proximal(Protocol):
@@ -15,14 +16,6 @@ class Proximal(Protocol):
 
     @property
     def gamma(self) -> float: ...
-    @property
-    def gae_lambda(self) -> float: ...
-    @property
-    def ent_coef(self) -> float: ...
-    @property
-    def clip_range(self) -> float: ...
-    @property
-    def n_epochs(self) -> int: ...
     @property
     def batch_size(self) -> int: ...
 
@@ -68,20 +61,20 @@ def improve(
     scale: float,
 ) -> None:
     """A few passes over the rollout in random batches: PPO's clipped objective, and squared error of the critic."""
-    gains = advantages(rollout, scale, config.gamma, config.gae_lambda)
+    gains = advantages(rollout, scale, config.gamma, GAE_LAMBDA)
     targets = (gains + rollout.values[:-1]).flatten()
     gains = gains.flatten()
     shown, true = rollout.shown.flatten(0, 1), rollout.true.flatten(0, 1)
     actions, before = rollout.actions.flatten(), rollout.log_probs.flatten()
-    for _ in range(config.n_epochs):
+    for _ in range(EPOCHS):
         for batch in torch.split(torch.randperm(len(gains), generator=generator), config.batch_size):
             log_probs = agent["actor"](shown[batch]).log_softmax(1)
             ratio = (log_probs.gather(1, actions[batch, None])[:, 0] - before[batch]).exp()
             gain = gains[batch]
             gain = (gain - gain.mean()) / (gain.std(unbiased=False) + 1e-8)
-            clipped = ratio.clamp(1 - config.clip_range, 1 + config.clip_range)
+            clipped = ratio.clamp(1 - CLIP_RANGE, 1 + CLIP_RANGE)
             entropy = -(log_probs.exp() * log_probs).sum(1).mean()
-            loss = -torch.minimum(ratio * gain, clipped * gain).mean() - config.ent_coef * entropy
+            loss = -torch.minimum(ratio * gain, clipped * gain).mean() - ENT_COEF * entropy
             loss = loss + 0.5 * nn.functional.mse_loss(agent["critic"](true[batch])[:, 0], targets[batch])
             optimizer.zero_grad()
             loss.backward()

@@ -18,15 +18,18 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
+from sortrl.attacks import PGD
 from sortrl.core.checkpoint import damage_named
 from sortrl.core.errors import SortRLError
 from sortrl.core.files import read_tensors, write_tensors
 from sortrl.core.identity import check_same, fingerprint
 from sortrl.core.progress import Progress
+from sortrl.core.records import IntArray
 from sortrl.core.seeding import one_thread
 from sortrl.envs import EnvSlots, Episode, play_episodes
 from sortrl.teachers.load.load import check_fit
 from sortrl.teachers.teacher import Teacher
+from sortrl.teachers.wrappers import Rescored
 
 Array = npt.NDArray[np.float64]
 STATE = ("mean", "variance", "path", "step_path")
@@ -116,6 +119,9 @@ class Evolution:
 FORMAT = "sortrl-steadying-1"
 FILE_NAME = "steadying.safetensors"
 CHECKED = 4  # states of the search that are compared with the teacher on fresh episodes at the end
+GIVE = 0.02  # share of the teacher's return that may be given up for free
+PRICE = 0.2  # share of the return beyond that, that is worth as much as all decisions together
+STEP = PGD(1, step_share=1.0, loss="margin")
 
 
 @dataclass(frozen=True)
@@ -131,13 +137,6 @@ class SteadyConfig:
     """Variants of the teacher in each."""
     episodes: int = 6
     """That each of them plays; the same ones for all."""
-    give: float = 0.02
-    """Share of the teacher's return that may be given up for free."""
-    price: float = 0.2
-    """Share of the return beyond that, that is worth as much as all decisions together."""
-    last_layer: bool = True
-    """Search the weights of the last layer too, not only factors and shifts of inputs and shifts of scores. Where the return
-    depends on chance a lot, fewer numbers are found sooner."""
     check_episodes: int = 64
     """Fresh episodes at the end, on which the search must beat the teacher."""
     seed: int = 0
@@ -148,12 +147,10 @@ class SteadyConfig:
             value = getattr(self, name)
             if not isinstance(value, int) or value < least:
                 raise SortRLError(f"SteadyConfig: {name} is {value!r}, expected a whole number, at least {least}.")
-        for name in ("eps", "price"):
-            if not 0 < getattr(self, name) < float("inf"):
-                raise SortRLError(f"SteadyConfig: {name} is {getattr(self, name)}, expected a positive number.")
-        for name in ("eps_attack", "give"):
-            if not 0 <= getattr(self, name) < float("inf"):
-                raise SortRLError(f"SteadyConfig: {name} is {getattr(self, name)}, expected a finite number >= 0.")
+        if not 0 < self.eps < float("inf"):
+            raise SortRLError(f"SteadyConfig: eps is {self.eps}, expected a positive number.")
+        if not 0 <= self.eps_attack < float("inf"):
+            raise SortRLError(f"SteadyConfig: eps_attack is {self.eps_attack}, expected a finite number >= 0.")
 
 
 class Played(NamedTuple):
@@ -170,26 +167,24 @@ class Played(NamedTuple):
 class Variants:
     """Teachers near a given one, all asked in one batch.
 
-    A point has, per variant: logarithms of factors on the inputs, shifts of the inputs, shifts of the scores and (if it is long
-    enough for them) changes of the last layer, each in steps of a size that makes some difference.
+    A point has, per variant: logarithms of factors on the inputs, shifts of the inputs, shifts of the scores and changes of the
+    last layer, each in steps of a size that makes some difference.
     """
 
     def __init__(self, teacher: Teacher, points: Array) -> None:
+        self.origin = teacher
         self.trunk, self.head = _mlp(teacher)
         n_actions, width = self.head.weight.shape
         size = teacher.obs_shape[0]
-        few = 2 * size + n_actions
-        every = np.zeros((len(points), few + n_actions * width))
-        every[:, : points.shape[1]] = points
-        parts = torch.split(torch.from_numpy(every).float(), [size, size, n_actions, n_actions * width], 1)
+        parts = torch.split(torch.from_numpy(points).float(), [size, size, n_actions, n_actions * width], 1)
         self.factors, self.shifts, self.biases = (0.3 * parts[0]).exp(), 0.2 * parts[1], 0.5 * parts[2]
         self.changes = (0.3 * self.head.weight.std() * parts[3]).view(-1, n_actions, width)
 
     @staticmethod
-    def size(teacher: Teacher, last_layer: bool) -> int:
+    def size(teacher: Teacher) -> int:
         """How many numbers a point has."""
         head = _mlp(teacher)[1]
-        return 2 * teacher.obs_shape[0] + head.weight.shape[0] + (head.weight.numel() if last_layer else 0)
+        return 2 * teacher.obs_shape[0] + head.weight.shape[0] + head.weight.numel()
 
     def scores(self, unit: Tensor, which: Tensor) -> Tensor:
         """Scores (batch, n_actions) of unit-space observations, each by the variant with the number ``which`` (batch,)."""
@@ -198,18 +193,14 @@ class Variants:
         scores: Tensor = self.head(hidden) + own + self.biases[which]
         return scores
 
-    def decide(self, unit: Tensor, which: Tensor, eps: Tensor) -> tuple[Tensor, Tensor]:
+    def decide(self, unit: Tensor, which: Tensor, eps: Tensor) -> tuple[IntArray, IntArray]:
         """Actions, and what a step of size eps (batch,) against the lead of each makes of it."""
-        unit = unit.requires_grad_(True)
-        scores = self.scores(unit, which)
-        two = scores.topk(2, 1)
-        gradient = torch.autograd.grad((two.values[:, 0] - two.values[:, 1]).sum(), unit)[0]
-        with torch.no_grad():
-            pushed = self.scores(unit.detach() - eps[:, None] * gradient.sign(), which)
-        return two.indices[:, 0], pushed.argmax(1)
+        found = STEP(Rescored(self.origin, lambda shown: self.scores(shown, which)), unit, eps)
+        return found.clean_action, found.action
 
-    def teacher(self, number: int, like: Teacher) -> Teacher:
+    def teacher(self, number: int) -> Teacher:
         """One variant as a teacher of its own, with the network of the one it came from."""
+        like = self.origin
         tensors = {name: tensor.clone() for name, tensor in like.body.state_dict().items()}
         weights = [name for name in tensors if name.endswith("weight")]
         first, last = (name.removesuffix("weight") for name in (weights[0], weights[-1]))
@@ -250,8 +241,8 @@ def play(
         playing = np.array([episode.number for episode in episodes])
         unit = teacher.normalize(np.stack([episode.obs for episode in episodes]))
         actions, pushed = variants.decide(unit, torch.from_numpy(which[playing]), sizes[playing])
-        held[playing] += (actions == pushed).numpy()
-        chosen: Array = np.where(attacked[playing], pushed.numpy(), actions.numpy())
+        held[playing] += actions == pushed
+        chosen: Array = np.where(attacked[playing], pushed, actions)
         return chosen
 
     with EnvSlots(env_id, n * per) as slots:
@@ -268,10 +259,10 @@ def fitness(played: Played, config: SteadyConfig) -> Array:
     """Steadiness less the price of lost return; the first entry is the teacher itself, whose clean return is the measure."""
     own = float(played.clean[0])
     size = max(abs(own), 1e-6)
-    lost = np.maximum(0.0, own - played.clean - config.give * size)
+    lost = np.maximum(0.0, own - played.clean - GIVE * size)
     if config.eps_attack > 0:
-        lost = lost + np.maximum(0.0, own - played.attacked - config.give * size)
-    result: Array = played.steady - lost / (config.price * size)
+        lost = lost + np.maximum(0.0, own - played.attacked - GIVE * size)
+    result: Array = played.steady - lost / (PRICE * size)
     return result
 
 
@@ -298,7 +289,7 @@ def steadied(
     >>> steadied(pilot, "CartPole-v1", quick).name
     'teacher, steadied at 0.05'
     """
-    search = Evolution(Variants.size(teacher, config.last_layer), config.population, config.seed)
+    search = Evolution(Variants.size(teacher), config.population, config.seed)
     identity = {"env": env_id, "config": asdict(config), "teacher": fingerprint(teacher)}
     path = None if out_dir is None else Path(out_dir) / FILE_NAME
     kept = _restored(search, path, identity)
@@ -321,7 +312,7 @@ def steadied(
         points = np.concatenate([itself, kept])
         seeds = _seeds(config.seed, config.generations, config.check_episodes)
         chosen = int(np.argmax(fitness(play(teacher, env_id, points, seeds, config.eps, config.eps_attack), config)))
-    found = Variants(teacher, points).teacher(chosen, teacher)
+    found = Variants(teacher, points).teacher(chosen)
     found.name = f"{teacher.name}, steadied at {config.eps:g}"
     return found
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 from torch import Tensor, nn
@@ -12,6 +14,14 @@ from sortrl.teachers.load.load import check_fit
 from sortrl.teachers.teacher import Teacher
 
 SAMPLES = 64
+
+
+class Rescored:
+    """A teacher whose scores are being changed, as attacks know a policy: its own inputs and units, the scores of now."""
+
+    def __init__(self, teacher: Teacher, scores: Callable[[Tensor], Tensor]) -> None:
+        self.scores, self.normalize = scores, teacher.normalize
+        self.obs_shape, self.n_actions, self.predict = teacher.obs_shape, teacher.n_actions, teacher.predict
 
 
 class SmoothedBody(nn.Module):

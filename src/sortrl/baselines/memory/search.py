@@ -32,6 +32,10 @@ Frame = npt.NDArray[Any]
 _DRAWS = 3000  # seeds, at most, among which those of lost starts are looked for
 _SIDE, _SHADES = 4, 7  # places are told apart by pictures of 4 x 4 means in 7 shades
 _AFRESH = 0.1  # share of the tries that begin at the start
+_HORIZON = 120  # steps that a try plays on from where it returned to
+_RANDOM_SHARE = 0.5  # of the tries, which play at random, in runs of one action; the others ask the teacher
+_LONGEST_RUN = 30  # half of those runs have length 1, a third more than 2, a tenth more than 9, and so on up to this
+_TEMPERATURES = (1.0, 2.0, 4.0)  # how much softer than its own the teacher's choices are; each try draws one
 
 
 @dataclass(frozen=True)
@@ -42,29 +46,17 @@ class SearchConfig:
     """Steps of the environment in all, those of the ways back included."""
     goal: float = 0.0
     """The return with which a start counts as won; the others are searched."""
-    horizon: int = 120
-    """Steps that a try plays on from where it returned to."""
     patience: int = 64
     """Give a start up after so many tries in a row that saw no new place."""
-    random_share: float = 0.5
-    """Share of the tries that play at random, in runs of one action; the others ask the teacher."""
-    longest_run: int = 30
-    """Half of those runs have length 1, a third more than 2, a tenth more than 9, and so on up to this."""
-    temperatures: tuple[float, ...] = (1.0, 2.0, 4.0)
-    """How much softer than its own the teacher's choices are; each try draws one."""
     slots: int = 32
     """Tries played side by side."""
     straighten: bool = False
     """Then put back what need not differ from the teacher's own answers (:mod:`sortrl.baselines.memory.straighten`)."""
 
     def __post_init__(self) -> None:
-        for name, least in (("steps", 0), ("horizon", 1), ("patience", 1), ("longest_run", 1), ("slots", 1)):
+        for name, least in (("steps", 0), ("patience", 1), ("slots", 1)):
             if getattr(self, name) < least:
                 raise SortRLError(f"SearchConfig: {name} is {getattr(self, name)}, expected at least {least}.")
-        if not 0 <= self.random_share <= 1:
-            raise SortRLError(f"SearchConfig: random_share is {self.random_share}, expected a share between 0 and 1.")
-        if not self.temperatures or not all(0 < one < float("inf") for one in self.temperatures):
-            raise SortRLError(f"SearchConfig: temperatures are {self.temperatures}, expected finite numbers above 0.")
 
 
 def search(
@@ -221,9 +213,9 @@ class _Search:
             self.obs[slot], reward, _ = self.slots.step(slot, action)
             total += reward
         self.steps += len(way)
-        at_random = self.rng.random() < self.config.random_share
-        temperature = 0.0 if at_random else float(self.rng.choice(self.config.temperatures))
-        return _Try(start, bytearray(way), total, self.config.horizon, temperature)
+        at_random = self.rng.random() < _RANDOM_SHARE
+        temperature = 0.0 if at_random else float(self.rng.choice(_TEMPERATURES))
+        return _Try(start, bytearray(way), total, _HORIZON, temperature)
 
     def _actions(self, playing: dict[int, _Try]) -> list[int]:
         asked = [slot for slot, one in playing.items() if one.temperature > 0]
@@ -239,7 +231,7 @@ class _Search:
                 continue
             if one.run == 0:
                 one.action = int(self.rng.integers(self.slots.info.n_actions))
-                one.run = min(self.config.longest_run, int(1.0 / (1.0 - self.rng.random())))
+                one.run = min(_LONGEST_RUN, int(1.0 / (1.0 - self.rng.random())))
             one.run -= 1
             answers[slot] = one.action
         return [answers[slot] for slot in playing]
