@@ -183,7 +183,16 @@ def test_every_page_is_in_the_menu_and_nothing_is_fetched_from_elsewhere():
 
 @pytest.mark.parametrize(
     "module",
-    ["sortrl", "sortrl.attacks", "sortrl.certify", "sortrl.nets", "sortrl.ops", "sortrl.teachers", "sortrl.envs"],
+    [
+        "sortrl",
+        "sortrl.attacks",
+        "sortrl.certify",
+        "sortrl.nets",
+        "sortrl.ops",
+        "sortrl.teachers",
+        "sortrl.envs",
+        "sortrl.runs.tasks",
+    ],
 )
 def test_the_reference_has_every_public_name(module):
     page = ROOT / "docs" / "reference" / f"{module.rpartition('.')[2]}.md"

@@ -26,6 +26,7 @@ from sortrl.envs import procgen
 from sortrl.evaluate.suite import evaluate_suite
 from sortrl.runs.config import robustify_config
 from sortrl.runs.run import open_run, trained_eps
+from sortrl.teachers import HardenConfig, SteadyConfig
 
 TINY = {
     "steps": 20,
@@ -215,6 +216,19 @@ def test_checkpoints_with_an_earlier_fingerprint_are_continued(tmp_path):
     assert Checkpoint(tmp_path, {"teacher": fingerprint(model)}).restore(model, optimizer, generator)[0] == 3
     with pytest.raises(SortRLError, match=r"teacher is .* there and .* now"):
         Checkpoint(tmp_path, {"teacher": fingerprint(torch.nn.Linear(2, 2))}).restore(model, optimizer, generator)
+
+
+def test_settings_that_became_constants_must_have_had_their_value():
+    wanted = {"harden": plain(HardenConfig(eps=0.1)), "steady": plain(SteadyConfig(eps=0.1))}
+    stored = {
+        "harden": {**wanted["harden"], "calm": 0.4, "attack_steps": 3, "gae_lambda": 0.97, "n_epochs": 6},
+        "steady": {**wanted["steady"], "give": 0.02, "price": 0.2, "last_layer": True},
+    }
+    assert differences(stored, wanted) == []
+    # Off is not what the constant says: such a file was made in another way.
+    for group, name, other in (("steady", "last_layer", False), ("steady", "give", 0.0), ("harden", "calm", 0.0)):
+        changed = {**stored, group: {**stored[group], name: other}}
+        assert [one.field for one in differences(changed, wanted)] == [f"{group}.{name}"]
 
 
 def test_differences_see_everything_that_is_not_the_same():

@@ -184,7 +184,7 @@ def differences(stored: Any, wanted: Any, ignored: Collection[str] = ()) -> list
     """Where an identity as a file has it is not the one that is wanted.
 
     A field that the file does not have counts as what it was before there was one (``ADDED_LATER``). One that is no longer known
-    must have been off (``GIVEN_UP``).
+    must have had the value that is now a constant (``GIVEN_UP``), or have been off.
 
     >>> [str(one) for one in differences({"config": {"eps": 0.1, "steps": 9}}, {"config": {"eps": 0.2, "steps": 9, "norm": False}})]
     ['config.eps is 0.1 there and 0.2 now']
@@ -199,10 +199,17 @@ def _differences(stored: Any, wanted: Any, field: str) -> Iterator[Difference]:
             before = stored.get(name, ADDED_LATER.get(name, _ABSENT))
             if name in wanted:
                 yield from _differences(before, wanted[name], inner)
-            elif before and not _equal(GIVEN_UP.get(name, _ABSENT), before):
+            elif not _was_in_effect(name, before):
                 yield Difference(inner, before, _ABSENT)
     elif not _equal(stored, wanted):
         yield Difference(field or "identity", stored, wanted)
+
+
+def _was_in_effect(name: str, stored: Any) -> bool:
+    """Whether a field that settings have no more says what they do without it; one that nobody knows must have been off."""
+    if stored is None or name not in GIVEN_UP:
+        return not stored
+    return _equal(GIVEN_UP[name], stored)
 
 
 def _equal(stored: Any, wanted: Any) -> bool:

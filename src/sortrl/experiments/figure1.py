@@ -34,7 +34,7 @@ from sortrl.evaluate.suite import evaluate_suite
 from sortrl.experiments.experts import expert, find_teachers
 from sortrl.nets import CertifiedPolicy
 from sortrl.report.figures import panels, save
-from sortrl.runs import tasks
+from sortrl.runs import tasks as known
 from sortrl.runs.config import RobustifyConfig, robustify_config
 from sortrl.runs.measure import SLOTS
 from sortrl.runs.run import open_run
@@ -134,7 +134,7 @@ def units(plan: Plan, tasks: tuple[str, ...], protocols: tuple[str, ...] = PROTO
 
 def config_of(unit: Unit, plan: Plan) -> RobustifyConfig:
     """How the student of a unit is made."""
-    task = tasks.TASKS[unit.task]
+    task = known.TASKS[unit.task]
     settings = task.figure1.get(unit.protocol, {})
     if unit.agent == "paper":
         changes = {name: value for name, value in plan.changes if name != "dagger_rounds"}
@@ -266,14 +266,13 @@ def earlier_units(path: Path, scale: str) -> list[dict[str, Any]]:
 def is_current(stored: dict[str, Any] | None, config: RobustifyConfig | None) -> bool:
     """Whether the stored settings of a unit equal the current ones.
 
-        >>> from sortrl.runs import tasks
-    from sortrl.runs.config import robustify_config
-        >>> from sortrl.core.identity import plain
-        >>> config = robustify_config("CartPole-v1", 0.2, train_teacher=False)
-        >>> stored = plain(config)
-        >>> del stored["start_radius"]
-        >>> is_current(stored, config), is_current(stored, robustify_config("CartPole-v1", 0.1, train_teacher=False))
-        (True, False)
+    >>> from sortrl.runs.config import robustify_config
+    >>> from sortrl.core.identity import plain
+    >>> config = robustify_config("CartPole-v1", 0.2, train_teacher=False)
+    >>> stored = plain(config)
+    >>> del stored["start_radius"]
+    >>> is_current(stored, config), is_current(stored, robustify_config("CartPole-v1", 0.1, train_teacher=False))
+    (True, False)
     """
     return not differences(stored, config)
 
