@@ -12,8 +12,9 @@ from sortrl.core.errors import SortRLError
 from sortrl.core.files import read_json
 from sortrl.core.normalizer import Normalizer
 from sortrl.envs import greedy_returns
+from sortrl.nets.cards import _teacher_lines
 from sortrl.runs.imitate import ImitationConfig, imitate
-from sortrl.runs.zoo import _teacher_lines, _training
+from sortrl.runs.zoo import _training
 from sortrl.teachers import Architecture, Teacher, load_teacher
 
 SIZE = 8

@@ -28,10 +28,12 @@ def check_each_eps(policy: Any, env_id: str, eps: tuple[float, ...]) -> None:
 
 
 def output_folder(run: Path) -> Path:
-    """Default folder for the files of a command: the run's folder, or runs/zoo-NAME for an entry of the zoo."""
+    """Default folder for the files of a command: the run's folder, or runs/zoo-NAME for an entry of the zoo (or of the hub)."""
+    from sortrl.nets import hub
     from sortrl.nets import zoo as entries
 
-    return Path("runs") / str(run).replace(":", "-") if entries.is_entry(run) else run
+    elsewhere = entries.is_entry(run) or hub.is_repository(run)
+    return Path("runs") / str(run).replace(":", "-").replace("/", "-") if elsewhere else run
 
 
 def draw_off_screen() -> None:

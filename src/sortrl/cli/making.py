@@ -351,22 +351,39 @@ def zoo(
     add: Path | None = None,
     with_teacher: bool = False,
     folder: Path = Path("zoo"),
+    export: Path | None = None,
+    push: str | None = None,
+    private: bool = False,
 ) -> None:
-    """List the trained policies that come with sortrl, show the card of one, or add one from a run.
+    """List the trained policies that come with sortrl, show the card of one, add one from a run, or take some to the hub.
 
     Args:
-        name: Show this entry's card; with --add, what to call the new one.
+        name: Show this entry's card; with --add, what to call the new one; with --export and --push, the entry meant.
         add: Directory of a finished run.
         with_teacher: Also publish a teacher that was given to the run (one that was trained in the run always is).
         folder: Where --add writes.
+        export: Write the entry here as a repository of the Hugging Face Hub; without a name, every entry in a folder of its own.
+        push: Upload the entry to this repository of the Hugging Face Hub, USER/NAME.
+        private: Make the repository of --push a private one, if it is new.
     """
+    from sortrl.nets import hub
     from sortrl.nets import zoo as entries
     from sortrl.runs.zoo import described, publish, summed_up
 
-    if add is not None:
-        if name is None:
-            raise SortRLError("zoo: --add needs a name: sortrl zoo NAME --add RUN.")
-        print(f"entry: {publish(add, name, folder, with_teacher)}")
+    named = None if name is None else name.removeprefix(entries.PREFIX)
+    if (add is not None or push is not None) and named is None:
+        raise SortRLError("zoo: --add and --push need a name, for example: sortrl zoo NAME --add RUN.")
+    made = None
+    if add is not None and named is not None:
+        made = publish(add, named, folder, with_teacher)
+        print(f"entry: {made}")
+    if export is not None:
+        for one in entries.names() if named is None else [named]:
+            where = export if named is not None else export / one
+            print(f"repository: {hub.export(made or entries.entry(one), where, f'{hub.PREFIX}sortrl/{one}')}")
+    if push is not None and named is not None:
+        print(f"uploaded: {hub.push_entry(made or entries.entry(named), push, private)}")
+    if add is not None or export is not None or push is not None:
         return
     if name is not None:
         print(described(entries.entry(name.removeprefix(entries.PREFIX))), end="")

@@ -52,7 +52,8 @@ def sort_layers_only(policy: CertifiedPolicy, what: str) -> SortPolicy:
 
 
 def load(path: str | Path) -> SortPolicy | HybridPolicy | RoundedPolicy | IntervalPolicy:
-    """A saved policy of any kind, from its directory or the file itself, or from the zoo (``"zoo:NAME"``).
+    """A saved policy of any kind, from its directory the file itself, the zoo (``"zoo:NAME"``) or the Hugging
+    Face Hub (``"hf:user/name"`` or ``"hf:user/name@revision"``; ``sortrl[hub]``).
 
     >>> load("zoo:cartpole").n_actions
     2

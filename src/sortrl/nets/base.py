@@ -207,6 +207,22 @@ class CertifiedPolicy(nn.Module, ABC):
         metadata["clip"] = None if math.isinf(clip) else clip
         write_tensors(Path(path) / FILE_NAME, self.state_dict(), metadata)
 
+    def push_to_hub(self, repository: str, run: str | Path | None = None, private: bool = False) -> str:
+        """Upload the policy to the Hugging Face Hub (``sortrl[hub]``), as ``"user/name"``, with a model card.
+
+        Args:
+            repository: ``"user/name"``; it is made if it does not exist.
+            run: directory of the run that made the policy. Its results then stand on the card, and its ``run.json`` is uploaded, so
+                that ``sortrl evaluate hf:user/name`` knows the task.
+            private: of a repository that does not exist yet.
+
+        Returns:
+            The name to load exactly this policy by: ``"hf:user/name@commit"``.
+        """
+        from sortrl.nets.hub import push_policy  # few users need it
+
+        return push_policy(self, repository, run, private)
+
     @classmethod
     def load(cls, path: str | Path) -> Self:
         """Read what :meth:`save` wrote, from the directory or the file itself."""

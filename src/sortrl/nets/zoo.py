@@ -13,10 +13,10 @@ from typing import Any
 
 from sortrl.core.errors import SortRLError
 from sortrl.core.files import read_object, regular_file
+from sortrl.nets.cards import FORMAT
 
 PREFIX = "zoo:"
 CARD = "card.json"
-FORMAT = "sortrl-zoo-1"
 LARGEST_FILE = 5 * 2**20
 MOST_FILES = 100
 
@@ -63,24 +63,29 @@ def is_entry(path: str | Path) -> bool:
 
 
 def locate(path: str | Path) -> Path:
-    """The path itself, or of ``zoo:NAME`` the entry's folder, whose files are checked against the hashes of its card.
+    """The path itself; of ``zoo:NAME`` the entry's folder, of ``hf:user/name`` what was fetched of it. Their files are checked
+    against the hashes of the card.
 
     >>> locate("runs/mine").name, locate("zoo:cartpole").name
     ('mine', 'cartpole')
     """
+    from sortrl.nets import hub  # it knows this module
+
+    if hub.is_repository(path):
+        return hub.fetch(str(path))
     if not is_entry(path):
         return Path(path)
     return checked(entry(str(path).removeprefix(PREFIX)))
 
 
-def checked(where: Path) -> Path:
+def checked(where: Path, largest: int = LARGEST_FILE) -> Path:
     """The folder of an entry, if its files are those that its card describes."""
     for file, digest in card(where)["files"].items():
-        if ".." in Path(file).parts or Path(file).is_absolute() or sha256(where / file) != digest:
+        if ".." in Path(file).parts or Path(file).is_absolute() or sha256(where / file, largest) != digest:
             raise SortRLError(f"{where / file} is not the file that {where / CARD} describes. Fetch the entry again.")
     return where
 
 
-def sha256(path: Path) -> str:
+def sha256(path: Path, largest: int = LARGEST_FILE) -> str:
     """Of a file that may be in the zoo."""
-    return hashlib.sha256(regular_file(path, LARGEST_FILE).read_bytes()).hexdigest()
+    return hashlib.sha256(regular_file(path, largest).read_bytes()).hexdigest()

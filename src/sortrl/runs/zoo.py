@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 import shutil
 from pathlib import Path
@@ -18,6 +17,7 @@ from sortrl.core.files import read_object, read_tensors, write_json, write_tenso
 from sortrl.data.dataset import load_demonstrations
 from sortrl.nets import zoo
 from sortrl.nets.base import FILE_NAME, CertifiedPolicy
+from sortrl.nets.cards import card_of, card_text
 from sortrl.runs.run import TRAINED_HERE, identity_of
 from sortrl.teachers.grading import LOG_FILE
 
@@ -51,7 +51,8 @@ def publish(run: Path, name: str, folder: Path = Path("zoo"), with_teacher: bool
             files.append("teacher/teacher.safetensors")
         log = run / "teacher" / LOG_FILE
         trained = _training(read_object(log)) if ours and log.exists() else None
-        found = _card(name, results, agreement, {file: zoo.sha256(entry / file) for file in files}, trained)
+        hashes = {file: zoo.sha256(entry / file) for file in files}
+        found = card_of(name, results, hashes, agreement, trained)
         write_text(entry / "README.md", card_text(found))
         write_json(entry / zoo.CARD, found)  # the last: without it there is no entry
     except BaseException:
@@ -96,46 +97,6 @@ def _training(log: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _card(
-    name: str,
-    results: dict[str, Any],
-    agreement: float | None,
-    files: dict[str, str],
-    training: dict[str, Any] | None = None,
-) -> dict[str, Any]:
-    certificate = results["certificate"]
-    shares = dict(zip(map(str, certificate["eps"]), certificate["share"], strict=True))
-    columns = ("policy", "attack", "eps", "mean", "sem", "episodes")
-    return {
-        "format": zoo.FORMAT,
-        "name": name,
-        "env": results["env"]["id"],
-        "teacher": results["teacher"]["name"],
-        "teacher_training": training,
-        "policy": results["policy"],
-        "command": without_folders(results["command"]),
-        "seed": results["seed"],
-        "eps": results["config"]["eps"],
-        "preset": results["config"]["preset"],
-        "half_precision_agreement": agreement,
-        "returns": [{column: row.get(column) for column in columns} for row in results["evaluation"]],
-        "certified": shares,
-        "sortrl": results["sortrl"],
-        "versions": results["versions"],
-        "machine": results["machine"],
-        "files": files,
-    }
-
-
-def without_folders(command: str) -> str:
-    """A command without the folders of the machine it ran on.
-
-    >>> without_folders("sortrl robustify sortrl/Jumper-train-v0 --teacher /data/ppo.pt")
-    'sortrl robustify sortrl/Jumper-train-v0 --teacher ppo.pt'
-    """
-    return " ".join(Path(part).name if Path(part).is_absolute() else part for part in command.split(" "))
-
-
 def described(where: Path) -> str:
     """The card of an entry for people, from its folder."""
     with damage_named(where / zoo.CARD, AGAIN):
@@ -148,69 +109,3 @@ def summed_up(where: Path) -> str:
         found = zoo.card(where)
         clean = [row["mean"] for row in found["returns"] if row["policy"] == "student" and row["eps"] == 0]
         return f"{found['env']:<24} clean return {clean[0]:.1f}, trained for eps {found['eps']:.4g}"
-
-
-def _origin(found: dict[str, Any]) -> str:
-    if found.get("preset") == "memory":
-        return f"a memory of the best episodes of {found['teacher']}: the nearest neighbour in l_inf among their states"
-    if found.get("preset") == "rounded":
-        return f"distilled from {found['teacher']} on pixels compared with thresholds in the gaps between their values"
-    return f"distilled from {found['teacher']} for perturbations of l_inf size {found['eps']:g} in the policy's input units"
-
-
-def _teacher_lines(training: dict[str, Any] | None) -> list[str]:
-    if training is None:
-        return []
-    hours = f", {training['hours']:.1f} hours" if "hours" in training else ""
-    had = f"had {training['return']:.1f} after {training['step']:,} steps of"
-    if "imitates" in training:
-        return [*_teacher_lines(training["imitates"]), f"- it {had} imitating the best of its own tries"]
-    return [f"- the teacher {had} training{hours}"]
-
-
-def _share_at(shares: dict[float, float], eps: float) -> str:
-    """What is certified at the next larger eps that the card has is certified at this one too; never rounded up."""
-    share = shares[min(size for size in shares if size >= eps)]
-    return f"{math.floor(share * 1000) / 10:.1f}%"
-
-
-def card_text(found: dict[str, Any]) -> str:
-    rows = [
-        f"| {row['policy']} | {row['attack']} | {row['eps']:g} | {row['mean']:.1f} ± {row['sem']:.1f} |"
-        for row in found["returns"]
-    ]
-    shares = {float(eps): share for eps, share in found["certified"].items()}
-    wanted = sorted({row["eps"] for row in found["returns"] if row["eps"] <= max(shares)})
-    agreement = found["half_precision_agreement"]
-    precision = (
-        "single precision"
-        if agreement is None
-        else f"half precision (same action in {agreement:.2%} of the training states)"
-    )
-    return "\n".join(
-        [
-            f"# zoo:{found['name']}",
-            "",
-            f"A certified policy for `{found['env']}`, {_origin(found)}.",
-            "",
-            "```python",
-            "import sortrl",
-            "",
-            f'policy = sortrl.load("zoo:{found["name"]}")',
-            "```",
-            "",
-            "| policy | attack | eps | return (mean ± SEM) |",
-            "|---|---|---|---|",
-            *rows,
-            "",
-            "Share of the states of clean episodes whose action is proven: "
-            + ", ".join(f"{_share_at(shares, eps)} at {eps:g}" for eps in wanted)
-            + ".",
-            "",
-            f"- made by `{found['command']}`, seed {found['seed']}, sortrl {found['sortrl']}",
-            *_teacher_lines(found.get("teacher_training")),
-            f"- {found['policy']['parameters']} parameters, weights in {precision}",
-            *(f"- sha256 of `{file}`: `{digest}`" for file, digest in found["files"].items()),
-            "",
-        ]
-    )
