@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from sortrl.core.files import write_text
-from sortrl.experiments import atari, baseline_lines, bench, compute_lines, procgen, teachers_lines
+from sortrl.experiments import agents_lines, atari, baseline_lines, bench, compute_lines, procgen, teachers_lines
 from sortrl.experiments.cells import figure
 from sortrl.report.charts import episode_chart
 from sortrl.report.figures import save_png
@@ -229,6 +229,11 @@ def baselines_table(results: dict[str, Any]) -> str:
     return "\n".join(baseline_lines(results))
 
 
+def agents_table(results: dict[str, Any]) -> str:
+    """Agents that no setting was made for: what their students kept, and what holds under attack."""
+    return "\n".join(agents_lines(results))
+
+
 def images_table(results: dict[str, Any]) -> str:
     """Median radii where there are too many pixels for a complete search: what the valid range adds."""
     lines = [
@@ -248,6 +253,7 @@ def reached_table(results: dict[str, Any]) -> str:
 
 
 TABLES = {
+    "agents": ("agents", agents_table),
     "cartpole": ("cartpole", run_table),
     "breakout": ("breakout", run_table),
     "certificates": ("certificates", certificates_table),

@@ -224,3 +224,59 @@ def test_the_proven_mean_counts_what_is_not_certified_as_lost(student):
     assert proven_mean(clean, between, least_return=-7.0) == pytest.approx(np.mean(expected))
     assert proven_mean(clean, 0.0, least_return=-7.0) == clean.mean
     assert proven_mean(clean, 99.0, least_return=-7.0) == -7.0
+
+
+class Sideways(attacks.Attack):
+    """An attack of a user's own: a plain class."""
+
+    name = "sideways"
+
+    def __init__(self, share=1.0):
+        self.share, self._private = share, object()
+
+    def search(self, target):
+        return target.unit + self.share * target.eps
+
+
+def test_what_the_command_line_takes_python_takes_too():
+    module = torch.nn.Linear(4, 2)
+    named = evaluate(module, ENV, "pgd-10", eps=0.1, episodes=2)
+    built = evaluate(load_teacher(module, ENV), lambda: gym.make(ENV), attacks.PGD(10), eps=0.1, episodes=2)
+    assert named.returns.tolist() == built.returns.tolist()
+    assert named.attack == "PGD-10"
+    with pytest.raises(SortRLError, match="Did you mean pgd-10"):
+        evaluate(module, ENV, "pdg-10", eps=0.1)
+
+
+def test_a_model_of_stable_baselines_is_a_policy():
+    from stable_baselines3 import PPO
+
+    model = PPO("MlpPolicy", ENV, n_steps=8, batch_size=8, device="cpu", seed=0)
+    assert (
+        evaluate(model, ENV, episodes=2).returns.tolist()
+        == evaluate(load_teacher(model), ENV, episodes=2).returns.tolist()
+    )
+
+
+def test_an_attack_of_ones_own_needs_no_dataclass(student):
+    result = evaluate(student, ENV, Sideways(0.5), eps=0.3, episodes=2)
+    assert (result.attack, result.to_json()["attack_parameters"]) == ("sideways", {"share": 0.5})
+    named = attacks.by_name(f"{__name__}:Sideways")
+    assert evaluate(student, ENV, named, eps=0.3, episodes=2).changed_share > 0
+    with pytest.raises(SortRLError, match=r"is NoneType, expected a subclass of sortrl\.attacks\.Attack"):
+        attacks.by_name(f"{__name__}:Absent")
+    with pytest.raises(SortRLError, match="cannot be made without arguments"):
+        attacks.by_name("sortrl.attacks:MinQ")
+
+
+def test_a_bar_is_shown_on_a_terminal_and_a_part_of_a_stage_shows_none(monkeypatch, capsys):
+    from sortrl.core import progress
+
+    monkeypatch.setattr(progress.sys.stderr, "isatty", lambda: True)
+    evaluate(balancer(), ENV, episodes=1)
+    assert f"Playing {ENV}" in capsys.readouterr().err
+    with progress.stage("The whole"):
+        evaluate(balancer(), ENV, episodes=1)
+    shown = capsys.readouterr().err
+    assert "The whole" in shown
+    assert "Playing" not in shown

@@ -492,3 +492,37 @@ def test_damaged_files_are_refused(tmp_path):
             SortPolicy.load(tmp_path)
     with pytest.raises(SortRLError, match="no such file"):
         SortPolicy.load(tmp_path / "absent.safetensors")
+
+
+def test_a_sort_layer_takes_the_inputs_of_a_linear_one():
+    layer, linear = SortLinear(3, 2), torch.nn.Linear(3, 2)
+    rows = torch.randn(24, 3)
+    for x in (rows[0], rows, rows.reshape(4, 6, 3), rows.reshape(2, 3, 4, 3), torch.zeros(0, 5, 3)):
+        assert layer(x).shape == linear(x).shape == layer.smooth(x, 8.0).shape
+    assert torch.equal(layer(rows.reshape(4, 6, 3)).reshape(24, 2), layer(rows))
+    assert torch.equal(layer(rows[0]), layer(rows)[0])
+    with pytest.raises(SortRLError, match="received a single number"):
+        layer(torch.tensor(1.0))
+
+
+@pytest.mark.parametrize("half", [torch.float16, torch.bfloat16])
+def test_half_precision_is_refused_with_what_to_do(half):
+    for layer, x in ((SortLinear(3, 2), torch.zeros(2, 3, dtype=half)), (SortLinear(3, 2).to(half), torch.zeros(2, 3))):
+        for call in (layer, lambda x, layer=layer: layer.smooth(x, 8.0)):
+            with pytest.raises(SortRLError, match=r"prove nothing; keep this layer and its inputs in float32"):
+                call(x)
+
+
+def test_rho_belongs_to_the_state_of_a_layer(tmp_path):
+    state = SortLinear(3, 2, rho=0.3).state_dict()
+    assert list(state) == ["weight"]  # files of weights, and their fingerprints, are those of before
+    with pytest.raises(RuntimeError, match=r"rho is 0\.3 there and 0\.0 here"):
+        SortLinear(3, 2, rho=0.0).load_state_dict(state)
+    torch.save(state, tmp_path / "state.pt")
+    with pytest.raises(RuntimeError, match=r"1\.rho is 0\.3 there and 0\.0 here"):
+        torch.nn.Sequential(torch.nn.ReLU(), SortLinear(3, 2, rho=0.0)).load_state_dict(
+            torch.nn.Sequential(torch.nn.ReLU(), SortLinear(3, 2, rho=0.3)).state_dict()
+        )
+    layer = SortLinear(3, 2, rho=0.3)
+    layer.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
+    assert torch.equal(layer.weight, state["weight"])

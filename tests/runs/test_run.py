@@ -11,6 +11,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import gymnasium as gym
 import pytest
 import torch
 
@@ -25,7 +26,7 @@ from sortrl.data.collect import CollectConfig
 from sortrl.envs import procgen
 from sortrl.evaluate.suite import evaluate_suite
 from sortrl.runs.config import robustify_config
-from sortrl.runs.run import open_run, trained_eps
+from sortrl.runs.run import open_run, read_run, trained_eps
 from sortrl.teachers import HardenConfig, SteadyConfig
 
 TINY = {
@@ -44,8 +45,8 @@ TINY = {
 CONFIG = robustify_config("CartPole-v1", 0.05, train_teacher=False, **TINY)
 
 
-def run_tiny(out: Path, teacher=None, eps: float = 0.05, **changes):
-    return sortrl.robustify(teacher or balancer(), "CartPole-v1", eps, out=out, preset="fast", **{**TINY, **changes})
+def run_tiny(out: Path, teacher=None, eps: float = 0.05, env="CartPole-v1", **changes):
+    return sortrl.robustify(teacher or balancer(), env, eps, out=out, preset="fast", **{**TINY, **changes})
 
 
 def opened(directory: Path, teacher=None, **changes):
@@ -307,3 +308,31 @@ def test_why_envpool_cannot_be_imported(tmp_path, monkeypatch, message, expected
     with pytest.raises(MissingDependency, match=expected) as caught:
         procgen.make_pool("Jumper", 1, 0)
     assert absent not in str(caught.value)
+
+
+def test_a_run_remembers_the_module_of_its_environment_and_imports_it_only_on_request(tmp_path, monkeypatch, capsys):
+    module = "own_task_of_a_test"
+    (tmp_path / f"{module}.py").write_text(
+        "import gymnasium\n"
+        "gymnasium.register('OwnPole-v0', 'gymnasium.envs.classic_control.cartpole:CartPoleEnv', max_episode_steps=30)\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    run = tmp_path / "run"
+    run_tiny(run, env=f"{module}:OwnPole-v0")
+    assert read_json(run / "run.json")["module"] == module
+    assert read_json(run / "run.json")["identity"]["env"] == "OwnPole-v0"
+    run_tiny(run, env=f"{module}:OwnPole-v0")  # is the same run
+    gym.registry.pop("OwnPole-v0")
+    monkeypatch.delitem(sys.modules, module)
+    with pytest.raises(SortRLError, match=rf"which the module {module} registers.*add --import {module}"):
+        read_run(run)
+    assert module not in sys.modules
+    cli.main(["evaluate", str(run), "--episodes", "1", "--eps", "0.05", "--import", module])
+    assert "student" in capsys.readouterr().out
+
+
+def test_states_and_harden_are_options_of_python_too():
+    assert robustify_config("CartPole-v1", states=700).collect == replace(
+        robustify_config("CartPole-v1").collect, states=700
+    )
+    assert robustify_config("CartPole-v1", harden=0.1).harden == HardenConfig(eps=0.1)

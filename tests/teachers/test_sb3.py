@@ -11,9 +11,10 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
+from gymnasium import spaces
 from stable_baselines3 import A2C, DQN, PPO
 from stable_baselines3.common.envs import FakeImageEnv
-from stable_baselines3.common.vec_env import DummyVecEnv, VecNormalize
+from stable_baselines3.common.vec_env import DummyVecEnv, VecFrameStack, VecNormalize
 from torch import nn
 
 from sortrl.core.errors import SortRLError
@@ -52,6 +53,9 @@ AGENTS = {
     "dqn": (lambda: DQN("MlpPolicy", "CartPole-v1", device="cpu", buffer_size=10, seed=1), "dqn"),
     "dqn images": (lambda: DQN("CnnPolicy", image_env(), device="cpu", buffer_size=10, seed=1), "dqn"),
     "qrdqn": (lambda: contrib().QRDQN("MlpPolicy", "CartPole-v1", device="cpu", buffer_size=10, seed=1), "qrdqn"),
+    "trpo": (lambda: contrib().TRPO("MlpPolicy", "CartPole-v1", n_steps=8, batch_size=8, device="cpu", seed=1), "trpo"),
+    "ars": (lambda: contrib().ARS("LinearPolicy", "CartPole-v1", device="cpu", seed=1), "ars"),
+    "ars with layers": (lambda: contrib().ARS("MlpPolicy", "CartPole-v1", device="cpu", seed=1), "ars"),
 }
 
 
@@ -65,6 +69,8 @@ def reference_scores(model, raw):
         return model.q_net(obs)
     if hasattr(model, "quantile_net"):
         return model.quantile_net(obs).mean(dim=1)
+    if not hasattr(model.policy, "get_distribution"):
+        return model.policy.action_net(model.policy.extract_features(obs, model.policy.features_extractor))
     return model.policy.get_distribution(obs).distribution.logits
 
 
@@ -83,8 +89,9 @@ def test_converted_agents_act_as_the_original(name, tmp_path):
         assert teacher.algorithm == algorithm
         assert isinstance(teacher, Policy)
         scores = teacher.scores(teacher.normalize(raw))
-        if algorithm in ("ppo", "a2c"):  # logits are known up to a constant
-            scores = scores.log_softmax(dim=1)
+        if algorithm in ("ppo", "a2c", "trpo", "ars"):
+            if algorithm != "ars":  # logits are known up to a constant
+                scores = scores.log_softmax(dim=1)
             assert teacher.values(teacher.normalize(raw)) is None
         else:
             assert torch.equal(teacher.values(teacher.normalize(raw)), scores)
@@ -283,3 +290,48 @@ def test_agents_are_checked_against_the_task_and_the_normalisation(tmp_path):
         load_teacher(path, normalizer=Normalizer.identity((3,)))
     with pytest.raises(SortRLError, match="Give one"):
         load_teacher(path, normalizer=Normalizer.identity((4,)), vecnormalize="x.pkl")
+
+
+SPACES = {
+    "joint actions": (spaces.Box(-1, 1, (3,)), spaces.MultiDiscrete([2, 3]), "MlpPolicy"),
+    "dict": (
+        spaces.Dict({"b": spaces.Box(-1, 1, (3,)), "a": spaces.Box(-2, 2, (2,))}),
+        spaces.Discrete(3),
+        "MultiInputPolicy",
+    ),
+    "channels last": (spaces.Box(0, 255, (48, 40, 3), np.uint8), spaces.Discrete(3), "CnnPolicy"),
+}
+
+
+@pytest.mark.parametrize("name", SPACES)
+def test_agents_of_other_spaces_act_as_the_original(name, tmp_path):
+    observations, actions, policy = SPACES[name]
+
+    class Bare(gym.Env):
+        observation_space, action_space = observations, actions
+
+        def reset(self, *, seed=None, options=None):
+            super().reset(seed=seed)
+            return self.observation_space.sample(), {}
+
+    model = small_ppo(policy, Bare())
+    model.save(tmp_path / "agent")
+    observations.seed(0)
+    for teacher in (load_teacher(tmp_path / "agent.zip", env_id=Bare), load_teacher(model, env_id=Bare)):
+        seen = set()
+        for _ in range(32):
+            obs = observations.sample()
+            action, _ = teacher.predict(obs)
+            joint = isinstance(actions, spaces.MultiDiscrete)
+            own = np.array(np.unravel_index(int(action), actions.nvec)) if joint else action
+            np.testing.assert_array_equal(own, model.predict(obs, deterministic=True)[0])
+            seen.add(int(action))
+        assert len(seen) > 1
+
+
+def test_an_agent_of_stacked_frames_says_how_to_name_its_environment():
+    stacked = VecFrameStack(DummyVecEnv([lambda: gym.make("CartPole-v1")]), 4)
+    model = small_ppo(env=stacked)
+    with pytest.raises(SortRLError, match="name the environment frames-4/CartPole-v1"):
+        load_teacher(model, env_id="CartPole-v1")
+    assert load_teacher(model, env_id=stacked).obs_shape == (16,)

@@ -16,6 +16,7 @@ from sortrl.attacks.suites import SUITES, Ensemble, auto, suite
 from sortrl.attacks.uncertified import WhereUncertified
 from sortrl.attacks.values import Aimed, MinBest, MinQ, Transfer
 from sortrl.core.errors import SortRLError
+from sortrl.core.modules import imported
 
 __all__ = [
     "APGD",
@@ -82,13 +83,15 @@ def by_name(name: str) -> Attack:
     """Build an attack from its name. Numbers may be changed: ``pgd-30``, ``pgd-30-margin-p8-r4``, ``square-500``.
 
     After the number of steps, PGD takes a loss (``margin``, ``dlr``), ``p8`` (a finite-p surrogate), ``s0.2`` (steps of
-    0.2 eps), ``random`` (a random first start) and ``r4`` (restarts), in this order.
+    0.2 eps), ``random`` (a random first start) and ``r4`` (restarts), in this order. ``module:Class`` is an attack of your own.
 
     >>> by_name("pgd-30").name
     'PGD-30'
     >>> by_name("pgd-20-dlr-r4")
     PGD(steps=20, step_share=0.1, restarts=4, random_start=False, loss='dlr', surrogate_p=None)
     """
+    if ":" in name:
+        return _own(name)
     lowered = name.lower()
     for pattern, build in _BY_NAME.values():
         match = re.fullmatch(pattern, lowered)
@@ -97,7 +100,25 @@ def by_name(name: str) -> Attack:
             return build(**{part: _value(part, text) for part, text in given.items()})
     near = difflib.get_close_matches(lowered, _BY_NAME, n=1, cutoff=0.4)
     hint = f" Did you mean {near[0]}?" if near else ""
-    raise SortRLError(f"Unknown attack {name!r}.{hint} Choose {', '.join(_BY_NAME)}; numbers may be changed.")
+    raise SortRLError(
+        f"Unknown attack {name!r}.{hint} Choose {', '.join(_BY_NAME)}; numbers may be changed. An attack of "
+        "your own is module:Class."
+    )
+
+
+def _own(name: str) -> Attack:
+    """An attack of the user's: a class, or something else that gives an :class:`Attack` when it is called."""
+    module, _, part = name.partition(":")
+    make = getattr(imported(module, f"the attack {part}"), part, None)
+    try:
+        attack = make() if callable(make) else make
+    except TypeError as error:
+        raise SortRLError(f"{name} cannot be made without arguments ({error}). Give them defaults.") from error
+    if not isinstance(attack, Attack):
+        raise SortRLError(
+            f"{name} is {type(attack).__name__}, expected a subclass of sortrl.attacks.Attack in the module {module}."
+        )
+    return attack
 
 
 def _value(part: str, text: str) -> str | int | float:

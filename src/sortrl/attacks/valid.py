@@ -21,11 +21,16 @@ def check_eps(policy: Policy, info: EnvInfo, eps_unit: float) -> None:
         return
     span = float((high - low).max())
     if eps_unit >= span:  # never where a sensor is unbounded
-        pixels = f" For {eps_unit:g} of 255 grey levels write {eps_unit / 255:.4g}." if info.is_image else ""
-        raise SortRLError(
-            f"eps is {eps_unit:g}, but observations of {info.env_id} span only {span:g} in the policy's input units, which "
-            f"eps is stated in: everything could be changed into anything.{pixels} Choose a smaller eps."
-        )
+        raise too_wide(info, eps_unit, span)
+
+
+def too_wide(info: EnvInfo, eps_unit: float, span: float) -> SortRLError:
+    """With the number that was most likely meant."""
+    pixels = f" For {eps_unit:g} of 255 grey levels write {eps_unit / 255:.4g}." if info.is_image else ""
+    return SortRLError(
+        f"eps is {eps_unit:g}, but observations of {info.env_id} span only {span:g} in the policy's input units, which "
+        f"eps is stated in: everything could be changed into anything.{pixels} Choose a smaller eps."
+    )
 
 
 def valid_range(policy: Policy, info: EnvInfo) -> tuple[Tensor | None, Tensor | None]:

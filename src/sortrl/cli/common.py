@@ -4,11 +4,25 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import tyro
 
 from sortrl.core.errors import SortRLError
 
 MOST_THREADS = 1024
+
+
+Import = Annotated[str | None, tyro.conf.arg(name="import")]
+"""Option of commands that open a run: the module that registers its environment."""
+
+
+def use_module(name: str | None) -> None:
+    """Import what ``--import`` names. Nothing that a file says is imported."""
+    from sortrl.core.modules import imported
+
+    if name is not None:
+        imported(name, "--import")
 
 
 def use_threads(threads: int | None) -> None:

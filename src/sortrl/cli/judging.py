@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 import tyro
 
-from sortrl.cli.common import check_each_eps, draw_off_screen, output_folder, use_threads
+from sortrl.cli.common import Import, check_each_eps, draw_off_screen, output_folder, use_module, use_threads
 from sortrl.core.errors import SortRLError
 
 
@@ -21,6 +21,7 @@ def evaluate(
     seed: int = 0,
     threads: int | None = None,
     json: Path | None = None,
+    imports: Import = None,
 ) -> None:
     """Returns under attack beside clean returns, the student's beside the teacher's.
 
@@ -33,6 +34,7 @@ def evaluate(
         seed: Chooses the episodes.
         threads: Threads to use [all cores].
         json: Write the rows here.
+        imports: Import this module first: the one that registers the run's environment.
     """
     from sortrl import attacks
     from sortrl.core.files import write_json
@@ -41,6 +43,7 @@ def evaluate(
     from sortrl.runs.run import read_run
 
     use_threads(threads)
+    use_module(imports)
     env_id, policy, teacher = read_run(run)
     check_each_eps(policy, env_id, eps)
     chosen, rows = attacks.by_name(attack), []
@@ -70,6 +73,7 @@ def attack(
     check: bool = False,
     threads: int | None = None,
     json: Path | None = None,
+    imports: Import = None,
 ) -> None:
     """Attack student and teacher in many ways; the worst return counts.
 
@@ -83,12 +87,14 @@ def attack(
         check: Also run sanity checks for gradient masking; exit code 1 if one fails.
         threads: Threads to use [all cores].
         json: Write the result here, point by point; the same command continues where it was stopped.
+        imports: Import this module first: the one that registers the run's environment.
     """
     from sortrl.attacks.sanity import check_run
     from sortrl.evaluate.suite import evaluate_suite, table
     from sortrl.runs.run import read_run
 
     use_threads(threads)
+    use_module(imports)
     env_id, policy, teacher = read_run(run)
     check_each_eps(policy, env_id, eps)
     result = evaluate_suite(
@@ -116,6 +122,7 @@ def certify(
     threads: int | None = None,
     save: Path | None = None,
     json: Path | None = None,
+    imports: Import = None,
 ) -> None:
     """Certified share of the states of clean episodes (ACR), of whole episodes, and the return that is proven, at each eps.
 
@@ -133,6 +140,7 @@ def certify(
         threads: Threads to use [all cores].
         save: Write the certificate of every visited state here; sortrl verify checks such a file.
         json: Write the figures here.
+        imports: Import this module first: the one that registers the run's environment.
     """
     from sortrl import attacks
     from sortrl.core.files import write_json
@@ -142,6 +150,7 @@ def certify(
     from sortrl.runs.run import read_run
 
     use_threads(threads)
+    use_module(imports)
     env_id, policy, _ = read_run(run)
     check_each_eps(policy, env_id, eps)
     chosen = None if attack == "none" else attacks.by_name(attack)

@@ -44,8 +44,10 @@ def robustify(
     student lost the teacher's skill.
 
     Args:
-        env: Gymnasium environment with discrete actions, for example CartPole-v1.
-        teacher: Agent to start from: a Stable-Baselines3 zip (PPO, A2C, DQN, QR-DQN) or a saved teacher. Without it, PPO is trained.
+        env: Gymnasium environment with discrete actions, for example CartPole-v1; module:id imports a module first; frames-4/id
+            stacks observations, as VecFrameStack does.
+        teacher: Agent to start from: a Stable-Baselines3 zip (PPO, A2C, TRPO, DQN, QR-DQN, ARS) or a saved teacher. Without it, PPO is
+            trained.
         vecnormalize: Observation statistics of that agent: a file written by sortrl, or SB3's vecnormalize.pkl with --allow-pickle.
         allow_pickle: Accept a pickle for --vecnormalize. Only plain arrays are read from it.
         eps: Size of the perturbation to resist, in --units [auto: 0.1, other presets: the task's].
@@ -68,32 +70,22 @@ def robustify(
         threads: Threads to use [all cores].
         json: Also write the results here.
     """
-    from dataclasses import replace
-
     from sortrl import report
     from sortrl.core.files import read_json, write_json
-    from sortrl.envs import describe
     from sortrl.runs import robustify as pipeline
-    from sortrl.runs.config import robustify_config
-    from sortrl.teachers import HardenConfig
 
     use_threads(threads)
-    directory = out or Path("runs") / env.replace("/", "-")
+    directory = out or Path("runs") / env.rpartition(":")[2].replace("/", "-")
     changes: dict[str, Any] = {
+        "states": states,
         "steps": steps,
         "episodes": episodes,
         "candidates": candidates,
+        "harden": harden,
         "units": units,
         "keep": keep,
+        "quick": quick or None,
     }
-    if quick:
-        changes["quick"] = True
-    if harden is not None:
-        changes["harden"] = HardenConfig(eps=harden)
-    if states is not None:
-        info = describe(env)
-        default = robustify_config(info.env_id, eps, preset or pipeline.default_preset(info)).collect
-        changes["collect"] = replace(default, states=states)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", SortRLWarning)  # the summary says it
         pipeline.robustify(
@@ -223,8 +215,10 @@ Reproduced = Literal[
     "certificates",
     "reliability",
     "baselines",
+    "agents",
 ]
 KEPT_IN = {
+    "agents": "agents",
     "reliability": "reliability",
     "baselines": "baselines",
     "table1": "atari",
@@ -256,14 +250,15 @@ def reproduce(
             teachers: returns of the Atari teachers with and without sticky actions, and their learning curves;
             fig2, fig3: pictures of tables 1 and 3, from what is computed of them (normalised scores; return against eps);
             baselines: SA-DQN, RADIAL, WocaR-DQN, CAR-DQN, RS-DQN and BCL on classic control, trained from one teacher;
+            agents: robustify, with no option at all, on agents of many kinds that it has never seen;
             certificates: how tight the certificates of its students are; reliability: damaged files, kills at random
             moments, attacks on certified decisions, many threads and processes.
         task: Only this task; of tables, and of figures 2 and 3, only this game (table1, table3: Freeway, RoadRunner, Pong, BankHeist;
             table2, table4, compute: Jumper, Coinrun; teachers: as table1); of reliability, only this part (fuzz, crashes, siege, soak).
-        agent: Of tables and baselines, only the rows of this agent, as the JSON calls it (for example "sortrl, memory" or radial-dqn).
+        agent: Of tables, baselines and agents, only the rows of this agent, as the JSON calls it (for example "sortrl, memory" or radial-dqn).
         scale: smoke (minutes, to see that it works), cpu (hours on two cores), paper (the printed recipe at full length too).
         out: Where the JSON and the PNG go.
-        work: Where finished parts are kept [runs/fig1, runs/atari, runs/procgen, runs/baselines or runs/reliability].
+        work: Where finished parts are kept [runs/fig1, runs/atari, runs/procgen, runs/baselines, runs/agents or runs/reliability].
         teachers: Folder of the published agents [$SORTRL_TEACHERS]; without it experts are trained. Of Atari: a folder with a
             teacher for each game (freeway, roadrunner, pong, bankheist), given here; without it those of the zoo, with their students.
         jobs: Processes side by side [one per core].
@@ -274,7 +269,7 @@ def reproduce(
     def progress(line: str) -> None:
         print(line, file=sys.stderr, flush=True)
 
-    if agent is not None and not what.startswith("table") and what != "baselines":
+    if agent is not None and not what.startswith("table") and what not in ("baselines", "agents"):
         raise SortRLError(f"reproduce: --agent chooses rows of a table, and {what} has none.")
     folder = work or Path("runs") / KEPT_IN.get(what, "fig1")
     if what == "reliability":
@@ -291,6 +286,8 @@ def reproduce(
     elif what == "baselines":
         found = module.baselines(scale, task, out, folder, teachers, progress, agent)
         print("\n".join(module.baseline_lines(found)))
+    elif what == "agents":
+        print("\n".join(module.agents_lines(module.agents_table(scale, task, out, folder, teachers, progress, agent))))
     elif what == "compute":
         print("\n".join(module.compute_lines(module.compute(scale, task, out, folder, teachers, progress))))
     elif what == "teachers":

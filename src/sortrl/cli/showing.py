@@ -8,7 +8,7 @@ from typing import Annotated
 
 import tyro
 
-from sortrl.cli.common import check_each_eps, draw_off_screen, output_folder, use_threads
+from sortrl.cli.common import Import, check_each_eps, draw_off_screen, output_folder, use_module, use_threads
 from sortrl.core.errors import SortRLError
 
 
@@ -22,6 +22,7 @@ def watch(
     beside_teacher: bool = False,
     threads: int | None = None,
     json: Path | None = None,
+    imports: Import = None,
 ) -> None:
     """Film an episode with the radius of every decision below the picture; with an attack, clean and attacked side by side.
 
@@ -38,6 +39,7 @@ def watch(
         beside_teacher: Show the teacher under the same attack instead of the student's clean episode.
         threads: Threads to use [all cores].
         json: Write actions and radii of every step here.
+        imports: Import this module first: the one that registers the run's environment.
     """
     from sortrl import attacks
     from sortrl import report as reports
@@ -50,6 +52,7 @@ def watch(
     from sortrl.runs.run import read_run, trained_eps
 
     use_threads(threads)
+    use_module(imports)
     env_id, policy, teacher = read_run(run)
     size = trained_eps(run) if eps is None else eps
     check_each_eps(policy, env_id, (size,))
@@ -97,17 +100,23 @@ def report(run: Annotated[Path, tyro.conf.Positional]) -> None:
     print(f"report: {path}")
 
 
-def export(run: Annotated[Path, tyro.conf.Positional], onnx: Path) -> None:
+def export(
+    run: Annotated[Path, tyro.conf.Positional],
+    onnx: Path,
+    imports: Import = None,
+) -> None:
     """Write the policy of a run as an ONNX file: raw observation in; action, scores and certified radius out.
 
     Args:
         run: Directory of a run, or zoo:NAME.
         onnx: File to write.
+        imports: Import this module first: the one that registers the run's environment.
     """
     from sortrl.nets import sort_layers_only
     from sortrl.nets.onnx import export_onnx
     from sortrl.runs.run import read_run
 
+    use_module(imports)
     export_onnx(sort_layers_only(read_run(run)[1], "Exporting to ONNX"), onnx)
     print(f"onnx: {onnx}")
 

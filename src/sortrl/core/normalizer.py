@@ -59,7 +59,7 @@ class Normalizer(nn.Module):
 
     def forward(self, raw: npt.ArrayLike | Tensor) -> Tensor:
         """Raw observations (batch, *obs_shape), any numeric type -> float32 unit space."""
-        observations = raw if isinstance(raw, Tensor) else torch.as_tensor(np.asarray(raw))
+        observations = raw if isinstance(raw, Tensor) else torch.as_tensor(as_array(raw, self.obs_shape))
         if tuple(observations.shape[1:]) != self.obs_shape or observations.ndim == 0:
             raise SortRLError(
                 f"Observations have shape {tuple(observations.shape)}, expected (batch, {', '.join(map(str, self.obs_shape))})."
@@ -75,6 +75,27 @@ class Normalizer(nn.Module):
     def to_raw(self, unit: Tensor) -> Tensor:
         """Unit space -> raw units, float64 (the inverse, ignoring the clip)."""
         return unit.to(torch.float64) * self.scale + self.mean
+
+
+def as_array(obs: Any, obs_shape: tuple[int, ...]) -> npt.NDArray[Any]:
+    """An observation, or a batch of them, as the user's environment gives it -> as a policy of ``obs_shape`` takes it.
+
+    >>> as_array({"goal": [1.0, 2.0], "here": [0.5]}, (3,))
+    array([1. , 2. , 0.5])
+    >>> as_array(np.zeros((84, 84, 3)), (3, 84, 84)).shape
+    (3, 84, 84)
+    """
+    if isinstance(obs, Mapping):
+        parts = [np.asarray(obs[name]) for name in sorted(obs)]
+        if sum(part.size for part in parts) == math.prod(obs_shape):
+            return np.concatenate([part.ravel() for part in parts])
+        return np.concatenate([part.reshape(len(part), -1) for part in parts], axis=1)
+    array = np.asarray(obs)
+    if len(obs_shape) == 3 and array.ndim in (3, 4) and array.shape[-3:] != obs_shape:
+        height_width_channels = (*obs_shape[1:], obs_shape[0])
+        if array.shape[-3:] == height_width_channels:
+            return np.moveaxis(array, -1, -3)
+    return array
 
 
 def stored_normalizer(

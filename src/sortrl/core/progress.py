@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
 
 Progress = Callable[[dict[str, Any]], None]  # receives rows with a counter, ``total`` and measurements
 SECONDS_BETWEEN_LINES = 10.0
+_showing = ContextVar("showing", default=False)  # a part of a stage is not shown besides the whole
 _COUNTERS = ("step", "episodes", "states")
 
 
@@ -34,9 +36,26 @@ def describe_row(row: dict[str, Any]) -> str:
 @contextmanager
 def stage(title: str, quiet: bool = False) -> Iterator[Progress]:
     """Report one stage of work. The body receives a callable that takes rows with a counter and ``total``."""
-    if quiet:
+    if quiet or _showing.get():
         yield lambda row: None
         return
+    token = _showing.set(True)
+    try:
+        with _shown(title) as report:
+            yield report
+    finally:
+        _showing.reset(token)
+
+
+@contextmanager
+def bar(title: str) -> Iterator[Progress]:
+    """:func:`stage` for what Python calls directly: a bar on a terminal, and nothing elsewhere."""
+    with stage(title, quiet=not sys.stderr.isatty()) as report:
+        yield report
+
+
+@contextmanager
+def _shown(title: str) -> Iterator[Progress]:
     if sys.stderr.isatty():
         with _bar() as progress:
             task = progress.add_task(title, total=None, detail="")

@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 from sortrl.envs.branching import Simulator
+from sortrl.envs.given import env_id_of
 from sortrl.envs.info import EnvInfo, describe
 from sortrl.envs.player import Episode, Predicts, greedy_returns, play_episodes
+from sortrl.envs.registry import register_tasks
 from sortrl.envs.vector import EnvSlots, Fleet, ParallelFleet
 
 __all__ = [
@@ -17,6 +19,9 @@ __all__ = [
     "Predicts",
     "Simulator",
     "describe",
+    "env_id_of",
     "greedy_returns",
     "play_episodes",
 ]
+
+register_tasks()  # names only, as packages of environments do: ``gymnasium.make("sortrl.envs:sortrl/Pong84-v0")``

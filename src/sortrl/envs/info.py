@@ -15,7 +15,9 @@ import numpy as np
 import numpy.typing as npt
 
 from sortrl.core.errors import MissingDependency, SortRLError
-from sortrl.envs.registry import NAMESPACE, register_tasks
+from sortrl.core.modules import imported
+from sortrl.envs.given import GIVEN
+from sortrl.envs.shapes import STACKED, shaped
 
 OBS_NAMES: dict[str, tuple[str, ...]] = {
     "CartPole": ("cart position", "cart velocity", "pole angle", "pole angular velocity"),
@@ -99,7 +101,7 @@ def describe(env_id: str) -> EnvInfo:
     """
     env = make_env(env_id)
     try:
-        return _info_of(env)
+        return _info_of(env, env_id.rpartition("/")[0] if STACKED.fullmatch(env_id) else "")
     finally:
         env.close()
 
@@ -107,24 +109,30 @@ def describe(env_id: str) -> EnvInfo:
 def make_env(env_id: str, max_episode_steps: int | None = None, **options: Any) -> gym.Env[Any, Any]:
     """``gymnasium.make`` with errors that say what to do; the environment is checked by :func:`describe`, not here.
 
-    ``options`` are the environment's own, such as ``episodic_life`` of an Atari game.
+    What is no array of numbers, or no single action, is made one (:mod:`sortrl.envs.shapes`). ``module:id`` imports the module
+    first. ``options`` are the environment's own, such as ``episodic_life`` of an Atari game.
     """
     if not isinstance(env_id, str):
         raise SortRLError(f"Environment id is {env_id!r}, expected a string such as 'CartPole-v1'.")
-    if env_id.startswith(NAMESPACE):
-        register_tasks()
+    stacked = STACKED.fullmatch(env_id)
+    frames, plain_id = (int(stacked[1]), stacked[2]) if stacked else (1, env_id)
+    module, _, plain_id = plain_id.rpartition(":")
+    if module:
+        imported(module, f"the environment {plain_id}")
     try:
         with _quiet():
             # The passive checker warns about style on every step; describe() checks what matters here.
-            return gym.make(env_id, max_episode_steps=max_episode_steps, disable_env_checker=True, **options)
+            env = gym.make(plain_id, max_episode_steps=max_episode_steps, disable_env_checker=True, **options)
     except gym.error.DependencyNotInstalled as error:
-        raise _missing_dependency(env_id, error) from error
+        raise _missing_dependency(plain_id, error) from error
     except (gym.error.Error, ImportError) as error:
-        raise _unknown_id(env_id, error) from error
+        raise _unknown_id(plain_id, error) from error
+    return shaped(env, frames)
 
 
-def _info_of(env: gym.Env[Any, Any]) -> EnvInfo:
+def _info_of(env: gym.Env[Any, Any], stacked: str = "") -> EnvInfo:
     env_id = env.spec.id if env.spec is not None else type(env.unwrapped).__name__
+    env_id = f"{stacked}/{env_id}" if stacked else env_id
     actions, observations = env.action_space, env.observation_space
     if isinstance(actions, gym.spaces.Box):
         raise SortRLError(
@@ -137,7 +145,8 @@ def _info_of(env: gym.Env[Any, Any]) -> EnvInfo:
     if not isinstance(observations, gym.spaces.Box):
         raise SortRLError(
             f"{env_id} has observations {observations}; expected one Box (an array of numbers). "
-            "Wrap the environment, for example with gymnasium.wrappers.FlattenObservation."
+            "(Of a Dict, boxes of one or two dimensions are flattened.) Wrap the environment, for example with "
+            "gymnasium.wrappers.FlattenObservation."
         )
     shape = tuple(observations.shape)
     return EnvInfo(
@@ -146,11 +155,11 @@ def _info_of(env: gym.Env[Any, Any]) -> EnvInfo:
         n_actions=int(actions.n),
         valid_low=_bounds(observations.low),
         valid_high=_bounds(observations.high),
-        obs_names=_obs_names(env_id, shape),
+        obs_names=_obs_names(env, env_id, shape),
         max_steps=env.spec.max_episode_steps if env.spec is not None else None,
         obs_dtype=np.dtype(observations.dtype),
-        action_names=getattr(env.unwrapped, "action_names", ()),
-        action_groups=getattr(env.unwrapped, "action_groups", None),
+        action_names=_told(env, "action_names", ()),
+        action_groups=_told(env, "action_groups", None),
     )
 
 
@@ -161,9 +170,20 @@ def _bounds(declared: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
     return bounds
 
 
-def _obs_names(env_id: str, shape: tuple[int, ...]) -> tuple[str, ...]:
-    names = OBS_NAMES.get(env_id.split("/")[-1].rpartition("-v")[0], ())
-    if len(names) == math.prod(shape):
+def _told(env: gym.Env[Any, Any], name: str, default: Any) -> Any:
+    """What an environment, or a wrapper around it, says of itself."""
+    return env.get_wrapper_attr(name) if env.has_wrapper_attr(name) else default
+
+
+def _obs_names(env: gym.Env[Any, Any], env_id: str, shape: tuple[int, ...]) -> tuple[str, ...]:
+    names = tuple(_told(env, "obs_names", OBS_NAMES.get(env_id.split("/")[-1].rpartition("-v")[0], ())))
+    size = math.prod(shape)
+    if len(shape) == 1 and names and len(names) < size and size % len(names) == 0:  # frames
+        ago = range(size // len(names) - 1, -1, -1)
+        return tuple(
+            f"{name}, {steps} step{'s' * (steps > 1)} ago" if steps else name for steps in ago for name in names
+        )
+    if len(names) == size:
         return names
     return tuple(f"obs[{', '.join(map(str, index))}]" for index in np.ndindex(shape))
 
@@ -180,6 +200,11 @@ def _missing_dependency(env_id: str, error: Exception) -> MissingDependency:
 
 
 def _unknown_id(env_id: str, error: Exception) -> SortRLError:
+    if env_id.startswith(GIVEN):
+        return SortRLError(
+            f"{env_id} was given as a function in Python, which no file can hold. Evaluate it there: "
+            "sortrl.evaluate(sortrl.load(run), env=the_function)."
+        )
     if env_id.startswith("ALE/") or "NoFrameskip" in env_id:
         return MissingDependency(f"No environment {env_id!r}. Atari games need a package: pip install 'sortrl[atari]'")
     if isinstance(error, ImportError):

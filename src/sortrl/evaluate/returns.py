@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
@@ -14,14 +14,15 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from sortrl.attacks import Aimed, Attack
+from sortrl.attacks import Aimed, Attack, by_name
 from sortrl.attacks.schedule import Timing
 from sortrl.attacks.valid import valid_range
 from sortrl.core.errors import SortRLError
-from sortrl.core.progress import Progress
+from sortrl.core.progress import Progress, bar
 from sortrl.core.records import EvalResult, Policy
-from sortrl.envs import EnvSlots, Episode, play_episodes
+from sortrl.envs import EnvSlots, Episode, env_id_of, play_episodes
 from sortrl.nets import CertifiedPolicy
+from sortrl.teachers.load.load import Source, load_teacher
 
 __all__ = ["episode_seeds", "evaluate", "evaluate_curve", "valid_range"]
 
@@ -88,9 +89,9 @@ def episode_seeds(seed: int, episodes: int) -> tuple[int, ...]:
 
 
 def evaluate(
-    policy: Policy,
-    env: str,
-    attack: Attack | None = None,
+    policy: Policy | Source,
+    env: Any,
+    attack: Attack | str | None = None,
     eps: float = 0.0,
     episodes: int = 20,
     seed: int = 0,
@@ -108,9 +109,10 @@ def evaluate(
     the same. Decisions for observations that recur within an episode are reused where nothing random is involved.
     ``when`` limits the attack to steps that it chooses (:mod:`sortrl.attacks.schedule`).
 
-    >>> from sortrl.teachers import load_teacher
-    >>> pushes_right = load_teacher(lambda obs: np.ones(len(obs), dtype=int), env_id="CartPole-v1")
-    >>> evaluate(pushes_right, "CartPole-v1", episodes=3).mean < 20
+    ``policy`` is one of sortrl's, or whatever :func:`sortrl.load_teacher` takes: a Stable-Baselines3 model or zip, a torch module, a
+    callable. ``env`` is what ``robustify`` takes as env, and ``attack`` may be a name ("pgd-10"; :func:`sortrl.attacks.by_name`).
+
+    >>> evaluate(lambda obs: np.ones(len(obs), dtype=int), "CartPole-v1", "noise", eps=0.1, episodes=3).mean < 20
     True
     """
     return evaluate_curve(
@@ -129,9 +131,9 @@ def evaluate(
 
 
 def evaluate_curve(
-    policy: Policy,
-    env: str,
-    attack: Attack | None,
+    policy: Policy | Source,
+    env: Any,
+    attack: Attack | str | None,
     eps_grid: Sequence[float],
     episodes: int = 20,
     seed: int = 0,
@@ -152,6 +154,9 @@ def evaluate_curve(
             f"evaluate: eps is {', '.join(map(str, eps_grid)) or 'missing'}, expected a finite number >= 0 in the policy's "
             "input units, or several that differ."
         )
+    env = env_id_of(env)
+    policy = policy if isinstance(policy, Policy) else load_teacher(policy, env)
+    attack = by_name(attack) if isinstance(attack, str) else attack
     seeds = episode_seeds(seed, episodes)
     total = len(seeds) * len(eps_grid)
     slots = min(slots, total)
@@ -166,11 +171,11 @@ def evaluate_curve(
     def ended(_: _Episode) -> None:
         nonlocal finished
         finished += 1
-        if progress is not None:
-            progress({"episodes": finished, "total": total})
+        report({"episodes": finished, "total": total})
 
     started = time.monotonic()
-    with EnvSlots(env, slots) as envs, _threads_for(policy, slots):
+    shown = bar(f"Playing {env}") if progress is None else nullcontext(progress)
+    with EnvSlots(env, slots) as envs, _threads_for(policy, slots), shown as report:
         player.low, player.high = valid_range(policy, envs.info)
         played = play_episodes(
             envs,
@@ -285,7 +290,11 @@ def _parameters(value: Any) -> dict[str, Any]:
             return {"kind": type(item).__name__, **_parameters(item)}
         return str(getattr(item, "name", type(item).__name__))
 
-    return {} if value is None else {part.name: plain(getattr(value, part.name)) for part in fields(value)}
+    if value is None:
+        return {}
+    if not is_dataclass(value):  # an attack of somebody's own
+        return {name: plain(item) for name, item in vars(value).items() if not name.startswith("_")}
+    return {part.name: plain(getattr(value, part.name)) for part in fields(value)}
 
 
 def _aimed(attack: Attack, aims: npt.NDArray[np.int64] | None) -> Attack:

@@ -17,6 +17,7 @@ from sortrl.attacks import Attack
 from sortrl.core.errors import SortRLError
 from sortrl.core.records import Policy
 from sortrl.envs import describe
+from sortrl.envs.info import make_env
 from sortrl.evaluate.returns import valid_range
 from sortrl.nets import CertifiedPolicy
 
@@ -172,7 +173,7 @@ def _rendered(env_id: str) -> gym.Env[Any, Any]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about packaging and style, nothing the user can act on
         try:
-            env = gym.make(env_id, render_mode="rgb_array", disable_env_checker=True)
+            env = make_env(env_id, render_mode="rgb_array")
         except (gym.error.Error, TypeError) as error:
             raise SortRLError(f"{env_id} cannot be drawn: {error}") from error
     if env.render_mode != "rgb_array":

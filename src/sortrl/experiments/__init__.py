@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from sortrl.experiments.agents import agents_table
+from sortrl.experiments.agents import table_lines as agents_lines
 from sortrl.experiments.atari import atari_table
 from sortrl.experiments.atari import table_lines as atari_lines
 from sortrl.experiments.atari_figures import fig2, fig3
@@ -19,6 +21,8 @@ from sortrl.experiments.teachers import table_lines as teachers_lines
 from sortrl.experiments.teachers import teachers_table
 
 __all__ = [
+    "agents_lines",
+    "agents_table",
     "atari_lines",
     "atari_table",
     "baseline_lines",

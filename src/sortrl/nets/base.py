@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from sortrl.core.errors import SortRLError
 from sortrl.core.files import read_tensors, write_tensors
-from sortrl.core.normalizer import Normalizer, stored_normalizer
+from sortrl.core.normalizer import Normalizer, as_array, stored_normalizer
 from sortrl.core.records import Certificate, Decision
 from sortrl.nets.frozen import Copies, EvaluationNetwork, Wires
 
@@ -169,7 +169,7 @@ class CertifiedPolicy(nn.Module, ABC):
         deterministic: bool = True,
     ) -> tuple[npt.NDArray[np.int64], Any]:
         """Actions for raw observations, one or a batch, with Stable-Baselines3's signature (always deterministic)."""
-        obs = np.asarray(observation)
+        obs = as_array(observation, self.obs_shape)
         single = obs.shape == self.obs_shape
         actions = self.evaluation().scores(self.normalize(obs[None] if single else obs)).argmax(1).numpy()
         return (actions[0] if single else actions), state
@@ -183,7 +183,7 @@ class CertifiedPolicy(nn.Module, ABC):
         >>> float(decision.radius) >= 0, int(decision.action) + int(decision.runner_up)
         (True, 1)
         """
-        obs = np.asarray(observation)
+        obs = as_array(observation, self.obs_shape)
         single = obs.shape == self.obs_shape
         action, radius, runner_up = self.evaluation().decide(self.normalize(obs[None] if single else obs))
         return Decision(action[0], radius[0], runner_up[0]) if single else Decision(action, radius, runner_up)
@@ -245,6 +245,11 @@ class _Classifier(nn.Module):
 def load_policy(path: str | Path, kinds: dict[str, Any]) -> CertifiedPolicy:
     """Read what :meth:`CertifiedPolicy.save` wrote, from the directory or the file itself; ``kinds`` builds each kind."""
     file = Path(path)
+    if file.suffix == ".zip":
+        raise SortRLError(
+            f"{file} is an agent, not a policy with certificates. Make one of it with sortrl.robustify({str(file)!r}, env=...), or read "
+            f"the agent itself with sortrl.load_teacher({str(file)!r})."
+        )
     file = file / FILE_NAME if file.is_dir() else file
     tensors, metadata = read_tensors(file)
     if metadata.get("format") != FORMAT_VERSION:

@@ -14,6 +14,7 @@ input normalisation         ``Scale`` (its constant enters the certificate), ``C
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,6 +25,7 @@ from sortrl import ops
 from sortrl.core.errors import SortRLError
 
 LARGEST_MIX = 100_000
+_HALF = (torch.float16, torch.bfloat16)
 FEW_PATCHES = 16  # per image: measured, on one core
 
 
@@ -62,12 +64,17 @@ class SortLinear(nn.Module):
     Args:
         in_features: size of the input.
         out_features: number of units.
-        rho: how slowly the mix decays, in [0, 1); 0 is a plain maximum.
+        rho: how slowly the mix decays, in [0, 1); 0 is a plain maximum. It belongs to the state: weights of a layer with another
+            one are refused.
         tolerance: share of the mix that may be cut off at evaluation.
 
+    Inputs are those of ``nn.Linear``: (..., in_features), in float32 or float64.
+
     >>> layer = SortLinear(3, 2, rho=0.3)
-    >>> layer(torch.zeros(5, 3)).shape, round(layer.lipschitz, 6)
-    (torch.Size([5, 2]), 1.0)
+    >>> layer(torch.zeros(5, 3)).shape, layer(torch.zeros(4, 5, 3)).shape, layer(torch.zeros(3)).shape
+    (torch.Size([5, 2]), torch.Size([4, 5, 2]), torch.Size([2]))
+    >>> round(layer.lipschitz, 6)
+    1.0
     """
 
     mix: Tensor
@@ -79,6 +86,23 @@ class SortLinear(nn.Module):
         self.rho = rho
         self.register_buffer("mix", truncated_mix(rho, in_features, tolerance), persistent=False)
         self.weight = nn.Parameter(torch.randn(out_features, in_features))
+        # Beside the tensors, so that files of weights, and fingerprints of them, stay what they are.
+        self._register_state_dict_hook(_remember_rho)  # type: ignore[no-untyped-call]
+
+    def _load_from_state_dict(
+        self,
+        state_dict: Any,
+        prefix: str,
+        local_metadata: Any,
+        strict: bool,
+        missing: Any,
+        unexpected: Any,
+        errors: Any,
+    ) -> None:
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing, unexpected, errors)
+        rho = local_metadata.get("rho", self.rho)
+        if rho != self.rho:
+            errors.append(f"{prefix}rho is {rho} there and {self.rho} here: make the layer with rho={rho}.")
 
     @property
     def out_size(self) -> int:
@@ -96,13 +120,20 @@ class SortLinear(nn.Module):
         return 1 if len(self.mix) == 1 else 1 + len(self.mix)
 
     def forward(self, x: Tensor) -> Tensor:
-        """The evaluation layer (batch, in) -> (batch, out): exact top-K."""
+        """The evaluation layer (..., in) -> (..., out): exact top-K."""
+        if x.ndim != 2:
+            rows = self._rows(x)
+            return self(rows).reshape(*x.shape[:-1], len(self.weight))  # type: ignore[no-any-return]
+        self._check(x)
         if len(self.mix) == 1:  # the mix is {1}
             return ops.max_dist(x, self.weight)
         return ops.sort_dist(x, self.weight, self.mix.to(x.dtype))
 
     def smooth(self, x: Tensor, p: float, in_keep: Tensor | None = None, out_keep: Tensor | None = None) -> Tensor:
         """The training layer: an l_p norm in place of the maximum, over the inputs that a random mask keeps."""
+        if x.ndim != 2:
+            return self.smooth(self._rows(x), p, in_keep, out_keep).reshape(*x.shape[:-1], len(self.weight))
+        self._check(x)
         return ops.lp_dist(x, self.weight, p, in_keep, out_keep)
 
     def bounds(self, lo: Tensor, hi: Tensor) -> tuple[Tensor, Tensor]:
@@ -111,8 +142,24 @@ class SortLinear(nn.Module):
             return ops.max_bounds(lo, hi, self.weight)
         return ops.sort_bounds(lo, hi, self.weight, self.mix.to(lo.dtype))
 
+    def _rows(self, x: Tensor) -> Tensor:
+        if x.ndim == 0:
+            raise SortRLError(f"SortLinear: received a single number, expected inputs (..., {self.weight.shape[1]}).")
+        return x[None] if x.ndim == 1 else x.flatten(0, -2)
+
+    def _check(self, x: Tensor) -> None:
+        if x.dtype in _HALF or self.weight.dtype in _HALF:
+            raise SortRLError(
+                f"SortLinear: inputs are {x.dtype} and weights {self.weight.dtype}, expected float32 or float64. Distances of half "
+                "precision prove nothing; keep this layer and its inputs in float32 (layer.float(), x.float())."
+            )
+
     def extra_repr(self) -> str:
         return f"{self.weight.shape[1]}, {self.weight.shape[0]}, rho={self.rho}, top={len(self.mix)}"
+
+
+def _remember_rho(layer: SortLinear, state: Any, prefix: str, metadata: dict[str, Any]) -> None:
+    metadata["rho"] = layer.rho
 
 
 class SortConv(SortLinear):

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from sortrl.core.errors import SortRLError
 from sortrl.core.limits import require
-from sortrl.core.normalizer import Normalizer
+from sortrl.core.normalizer import Normalizer, as_array
 from sortrl.core.records import Decision
 from sortrl.nets.base import CertifiedPolicy, Decided, overflow, ranked
 from sortrl.nets.float_bounds import (
@@ -384,7 +384,7 @@ class SortPolicy(CertifiedPolicy):
     @torch.no_grad()
     def predict_certified(self, observation: npt.ArrayLike) -> Decision:
         """Actions for raw observations, one or a batch, each with its certificate: the cost of one :meth:`predict`."""
-        obs = np.asarray(observation)
+        obs = as_array(observation, self.obs_shape)
         network = self._sort_network()
         if obs.shape == self.obs_shape and not network.has_ramps:
             unit = self.normalize(obs[None])

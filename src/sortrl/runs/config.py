@@ -160,7 +160,8 @@ PRESETS: dict[str, _Preset] = {
 def robustify_config(
     env_id: str, eps: float | None = None, preset: Preset = "fast", train_teacher: bool = True, **changes: Any
 ) -> RobustifyConfig:
-    """The defaults for a task; ``changes`` replace fields of the result or settings of its recipe.
+    """The defaults for a task; ``changes`` replace fields of the result or settings of its recipe. As on the command line, ``states``
+    is how many to collect, and ``harden`` may be the eps of it.
 
     >>> config = robustify_config("CartPole-v1", eps=0.2, steps=10)
     >>> config.student.distill.steps, config.student.distill.eps
@@ -191,6 +192,10 @@ def robustify_config(
         units=chosen.units,
     )
     given = {name: value for name, value in changes.items() if value is not None}
+    if "states" in given:
+        given["collect"] = replace(given.get("collect", chosen.collect), states=given.pop("states"))
+    if isinstance(given.get("harden"), (int, float)):
+        given["harden"] = HardenConfig(eps=given["harden"])
     defaults = dict(chosen.changes)
     if given.get("units", chosen.units) != "std":
         defaults.pop("noise", None)  # its size is known in standard deviations alone; in other units it goes by eps

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from sortrl import attacks, report
-from sortrl.attacks.valid import check_eps
+from sortrl.attacks.valid import check_eps, too_wide
 from sortrl.core.errors import SortRLError, SortRLWarning
 from sortrl.core.files import read_object
-from sortrl.envs import EnvInfo, describe
+from sortrl.envs import EnvInfo, describe, env_id_of
 from sortrl.evaluate.suite import LEARNED
 from sortrl.nets import CertifiedPolicy
 from sortrl.runs.config import Preset, RobustifyConfig, robustify_config
@@ -25,7 +25,7 @@ from sortrl.teachers.load.load import load_teacher
 
 def robustify(
     teacher: Any = None,
-    env: str = "CartPole-v1",
+    env: Any = "CartPole-v1",
     eps: float | None = None,
     *,
     preset: Preset | None = None,
@@ -34,7 +34,7 @@ def robustify(
     vecnormalize: Any = None,
     allow_pickle: bool = False,
     command: str | None = None,
-    quiet: bool = True,
+    quiet: bool = False,
     **changes: Any,
 ) -> CertifiedPolicy:
     """Turn an agent into a certified policy.
@@ -42,7 +42,8 @@ def robustify(
     Args:
         teacher: path of a Stable-Baselines3 zip or of a saved teacher, an SB3 model, a torch module, a callable on
             batches of observations, or None to train one.
-        env: id of a Gymnasium environment with discrete actions.
+        env: a Gymnasium environment with discrete actions: its id, ``module:id`` to import a module first (the run remembers it),
+            a function that makes one, or a ``VecEnv`` of Stable-Baselines3, whose ``VecNormalize`` and ``VecFrameStack`` count.
         eps: l_inf size of the perturbations to resist. For the preset ``auto`` in standard deviations of each sensor, 0.1 by
             default; ``units="teacher"`` or ``units="raw"`` state it in the teacher's input units or the environment's own. For
             other presets in the teacher's input units (default: the task's).
@@ -59,13 +60,16 @@ def robustify(
         allow_pickle: accept a pickle there.
         command: what to print in the report as the command that made it.
         quiet: no progress on the terminal.
-        changes: ``units``, ``keep`` (share of the teacher's skill, 0.95) and ``quick`` (one rung of the ladder); or any other field
-            of ``RobustifyConfig`` or ``DistillConfig`` (of the preset ``rounded``: ``RoundingConfig``), for example ``steps=500``.
+        changes: the other options of the command line, by the same names: ``units``, ``keep`` (share of the teacher's skill, 0.95),
+            ``quick`` (one rung of the ladder), ``states``, ``steps``, ``episodes``, ``harden``, ``candidates``; or any other field of
+            ``RobustifyConfig`` or ``DistillConfig`` (of the preset ``rounded``: ``RoundingConfig``), for example ``steps=500``.
     """
-    info = describe(env)
+    env_id = env_id_of(env)
+    info = describe(env_id)
     preset = preset or default_preset(info)
     config = robustify_config(info.env_id, eps, preset, train_teacher=teacher is None, **changes)
-    _check_early(config, seed)
+    _check_early(config, seed, info)
+    vecnormalize = _statistics(env) if vecnormalize is None else vecnormalize
     given, log, source = None, None, _source_name(teacher)
     if teacher is not None:
         # Before a run is opened for it, which would then be there for nothing. Where actions are merged, the student learns the
@@ -77,11 +81,13 @@ def robustify(
     with contextlib.ExitStack() as stack:
         scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="sortrl-")) if out is None else None
         folder = Path(scratch or out or "")
-        run = stack.enter_context(open_run(folder, info.env_id, config, seed, given, source, quiet=quiet))
+        run = stack.enter_context(
+            open_run(folder, info.env_id, config, seed, given, source, quiet=quiet, module=_module(env_id))
+        )
         agent = run.teacher(given, log)
         policy = run.student(agent)
         if scratch is None:
-            said = command or f"sortrl.robustify(env={env!r}, eps={config.eps})"
+            said = command or f"sortrl.robustify(env={env_id!r}, eps={config.eps})"
             found = results(run, policy, agent, source, said)
             report.render(found, folder)
             judged = found.get("gate")
@@ -99,8 +105,24 @@ def default_preset(info: EnvInfo) -> Preset:
     return "auto" if len(info.obs_shape) == 1 else "fast"
 
 
-def _check_early(config: RobustifyConfig, seed: int) -> None:
+def _module(env_id: str) -> str | None:
+    """The module of ``module:id``, which whoever opens the run must have imported."""
+    return env_id.rpartition(":")[0].rpartition("/")[2] or None
+
+
+def _statistics(env: Any) -> Any:
+    """The ``VecNormalize`` of observations around a ``VecEnv``, if there is one."""
+    while hasattr(env, "venv"):
+        if type(env).__name__ == "VecNormalize":
+            return env if env.norm_obs else None
+        env = env.venv
+    return None
+
+
+def _check_early(config: RobustifyConfig, seed: int, info: EnvInfo) -> None:
     """What would otherwise fail after hours of training."""
+    if info.is_image and config.eps >= 1:
+        raise too_wide(info, config.eps, 1.0)
     if not isinstance(seed, int) or not 0 <= seed < TEST_SEED_OFFSET:
         raise SortRLError(f"robustify: seed is {seed!r}, expected a whole number in 0..{TEST_SEED_OFFSET - 1}.")
     if isinstance(config.suite, str):

@@ -11,12 +11,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import gymnasium as gym
+
 from sortrl import nets
 from sortrl.core.errors import SortRLError
 from sortrl.core.files import locked, read_object, remove_leftovers
 from sortrl.core.identity import Identity, differences, fingerprint, named, plain
 from sortrl.distill import in_units
 from sortrl.envs import describe
+from sortrl.envs.shapes import STACKED
 from sortrl.nets import CertifiedPolicy, zoo
 from sortrl.runs.config import RobustifyConfig
 from sortrl.runs.stages import RUN_FILE, Claim, Run
@@ -64,11 +67,12 @@ def open_run(
     *,
     quiet: bool = True,
     shared: Path | None = None,
+    module: str | None = None,
 ) -> Iterator[Run]:
     """Open a run to go on with it, or begin it: locked, and only if what lies in the directory belongs to it.
 
     ``teacher`` is the one given, None for one that the run trains; ``source`` says where it came from (default: its name).
-    ``shared`` is where several runs keep what they make of the same teacher.
+    ``shared`` is where several runs keep what they make of the same teacher; ``module`` is the one that registers the environment.
     """
     if teacher is None:
         source = TRAINED_HERE
@@ -83,7 +87,11 @@ def open_run(
         for folder in (folder for name in FOLDERS for folder in directory.glob(name)):
             if folder.is_dir() and not folder.is_symlink():
                 remove_leftovers(folder)
-        yield Run(_claimed(directory, plain(identity)), env_id, config, seed, quiet, shared)
+        claim = _claimed(directory, plain(identity))
+        if module is not None and claim.document.get("module") != module:
+            claim.document["module"] = module  # told to whoever opens the run; never imported by that alone
+            claim.write()
+        yield Run(claim, env_id, config, seed, quiet, shared)
 
 
 def _claimed(directory: Path, identity: Identity) -> Claim:
@@ -163,6 +171,7 @@ def read_run(directory: Path) -> tuple[str, CertifiedPolicy, Teacher | None]:
         raise SortRLError(
             f"{directory / 'run.json'}: identity.env is {str(env_id)[:60]!r}, expected an environment's id."
         )
+    _check_known(directory, env_id)
     folder = directory / "teacher"
     teacher = Teacher.load(folder) if (folder / "teacher.safetensors").exists() else None
     policy, info = nets.load(directory), describe(env_id)
@@ -176,3 +185,14 @@ def read_run(directory: Path) -> tuple[str, CertifiedPolicy, Teacher | None]:
         if len(info.obs_shape) == 1:  # kept as it was given; the student's units may be others
             teacher = in_units(teacher, policy.normalizer)
     return env_id, policy, teacher
+
+
+def _check_known(directory: Path, env_id: str) -> None:
+    """Say which module registers the environment, if it is not registered: opening a run imports nothing by itself."""
+    module = read_object(directory / RUN_FILE).get("module")
+    stacked = STACKED.fullmatch(env_id)
+    if isinstance(module, str) and (stacked[2] if stacked else env_id) not in gym.registry:
+        raise SortRLError(
+            f"{directory} is a run of {env_id}, which the module {module[:100]} registers. Opening a run imports nothing by itself: if "
+            f"you trust that module, add --import {module[:100]} (in Python, import it first)."
+        )

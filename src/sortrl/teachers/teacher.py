@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from sortrl.core.errors import SortRLError
 from sortrl.core.files import read_tensors, write_tensors
-from sortrl.core.normalizer import Normalizer, stored_normalizer
+from sortrl.core.normalizer import Normalizer, as_array, stored_normalizer
 from sortrl.nets.architecture import Architecture
 
 FILE_NAME = "teacher.safetensors"
@@ -95,7 +95,7 @@ class Teacher(nn.Module):
         ``state`` is handed back and ``episode_start`` ignored: teachers have no memory. ``deterministic=False``
         samples the softmax of an actor-critic; other teachers stay greedy.
         """
-        observations = obs if isinstance(obs, Tensor) else torch.as_tensor(np.asarray(obs))
+        observations = obs if isinstance(obs, Tensor) else torch.as_tensor(as_array(obs, self.obs_shape))
         single = tuple(observations.shape) == self.obs_shape
         with torch.no_grad():
             scores = self.scores(self.normalize(observations[None] if single else observations))

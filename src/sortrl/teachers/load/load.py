@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from sortrl.core.errors import SortRLError
 from sortrl.core.normalizer import Normalizer
-from sortrl.envs import EnvInfo, describe
+from sortrl.envs import EnvInfo, describe, env_id_of
 from sortrl.nets.architecture import Merge
 from sortrl.teachers.load import impala, sb3
 from sortrl.teachers.load.vecnormalize import from_vecnormalize, load_normalizer
@@ -26,7 +26,7 @@ Source = str | Path | nn.Module | Callable[..., Any] | Any
 
 def load_teacher(
     source: Source,
-    env_id: str | None = None,
+    env_id: Any = None,
     normalizer: Normalizer | None = None,
     vecnormalize: Any = None,
     allow_pickle: bool = False,
@@ -36,23 +36,23 @@ def load_teacher(
 
     ``source`` is one of
 
-    - a path: a Stable-Baselines3 zip (PPO, A2C, DQN, QR-DQN; never unpickled), an IMPALA checkpoint as published for
+    - a path: a Stable-Baselines3 zip (PPO, A2C, TRPO, DQN, QR-DQN, ARS; never unpickled), an IMPALA checkpoint as published for
       ProcGen (``.pt``; only its tensors are read), or what ``Teacher.save`` wrote;
     - a Stable-Baselines3 model; the statistics of its ``VecNormalize`` are taken along;
     - a torch module that maps normalised observations to scores (it is copied, then frozen);
     - any callable that maps a numpy batch of raw observations to actions or scores. It has no gradient.
 
-    ``env_id`` is needed for modules and callables, which do not tell their shapes; otherwise it is checked against the
-    agent, and in an actor-critic over more actions than the task has, equivalent ones become one. With ``merge="sum"``
-    their probabilities add up: its sampled play stays the same. With "max" its greedy play does. ``normalizer`` (or
-    ``vecnormalize``: a VecNormalize, or the path of its file) is the normalisation the agent was trained behind. A
-    pickled file is opened only with ``allow_pickle``.
+    ``env_id`` (an id, or whatever else ``robustify`` takes as env) is needed for modules and callables, which do not tell their
+    shapes; otherwise it is checked against the agent, and in an actor-critic over more actions than the task has, equivalent ones
+    become one. With ``merge="sum"`` their probabilities add up: its sampled play stays the same. With "max" its greedy play does.
+    ``normalizer`` (or ``vecnormalize``: a VecNormalize, or the path of its file) is the normalisation the agent was trained behind.
+    A pickled file is opened only with ``allow_pickle``.
 
     >>> teacher = load_teacher(lambda obs: (obs[:, 2] > 0).astype(int), env_id="CartPole-v1")
     >>> teacher.predict(np.array([0.0, 0.0, 0.1, 0.0]))[0]
     array(1)
     """
-    info = describe(env_id) if env_id is not None else None
+    info = describe(env_id_of(env_id)) if env_id is not None else None
     known = _given_normalizer(normalizer, vecnormalize, allow_pickle)
     if isinstance(source, Teacher):
         teacher = source if known is None else _with_normalizer(source, known)
@@ -199,5 +199,14 @@ def check_fit(teacher: Teacher, info: EnvInfo) -> None:
     if teacher.obs_shape != info.obs_shape or teacher.n_actions != info.n_actions:
         raise SortRLError(
             f"{teacher.name} sees observations {teacher.obs_shape} and has {teacher.n_actions} actions, but "
-            f"{info.env_id} has {info.obs_shape} and {info.n_actions} actions. Is this the agent of another task?"
+            f"{info.env_id} has {info.obs_shape} and {info.n_actions} actions. {_frames(teacher, info)}"
         )
+
+
+def _frames(teacher: Teacher, info: EnvInfo) -> str:
+    """What to do about shapes that differ: the same times a small number are those of stacked frames."""
+    seen, one = teacher.obs_shape, info.obs_shape
+    frames = seen[0] // one[0] if seen and one else 0
+    if frames > 1 and seen == (frames * one[0], *one[1:]):
+        return f"If it was trained behind VecFrameStack({frames}), name the environment frames-{frames}/{info.env_id}."
+    return "Is this the agent of another task?"

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from sortrl.core.errors import SortRLError
 from sortrl.core.files import LARGEST_JSON, parse_json, regular_file
+from sortrl.envs.shapes import MOST_JOINT_ACTIONS
 from sortrl.nets.architecture import Architecture
 from sortrl.teachers.load import archives
 from sortrl.teachers.load.archives import Archive, listed, read_state
@@ -42,6 +43,8 @@ class AgentFacts:
     activation: str | None = None
     obs_shape: tuple[int, ...] | None = None
     n_actions: int | None = None
+    action_parts: tuple[int, ...] = ()
+    """Of MultiDiscrete actions: how many there are of each part."""
     n_quantiles: int | None = None
     pixels: bool = False
     vecnormalized: bool = False
@@ -84,6 +87,7 @@ def read_model(model: Any) -> Agent:
         activation=getattr(getattr(policy, "activation_fn", None), "__name__", None),
         obs_shape=tuple(space.shape) if space.shape else None,
         n_actions=int(getattr(model.action_space, "n", 0)) or None,
+        action_parts=tuple(map(int, getattr(model.action_space, "nvec", ()))),
         n_quantiles=getattr(model, "n_quantiles", None),
         pixels=_is_pixels(str(space.dtype), space.shape, getattr(policy, "normalize_images", True)),
     )
@@ -98,6 +102,8 @@ def convert(state: Mapping[str, Tensor], facts: AgentFacts, where: str) -> Agent
     if "action_net.weight" in state:
         cnn, heads, default = "features_extractor.", ["mlp_extractor.shared_net.", "mlp_extractor.policy_net."], "Tanh"
         algorithm = facts.algorithm or "actor-critic"
+    elif "action_net.0.weight" in state:
+        cnn, heads, default, algorithm = "features_extractor.", ["action_net."], "ReLU", "ars"
     elif any(name.startswith("quantile_net.") for name in state):
         cnn, heads, default = "quantile_net.features_extractor.", ["quantile_net.quantile_net."], "ReLU"
         algorithm = "qrdqn"
@@ -105,6 +111,9 @@ def convert(state: Mapping[str, Tensor], facts: AgentFacts, where: str) -> Agent
         cnn, heads, default = "q_net.features_extractor.", ["q_net.q_net."], "ReLU"
         algorithm = "dqn"
     tensors = {name: tensor for name, tensor in state.items() if not name.startswith(_UNUSED)}
+    if algorithm == "ars":  # its layers may have no bias
+        for name in [name for name in tensors if name.endswith(".weight")]:
+            tensors.setdefault(name.replace(".weight", ".bias"), torch.zeros(len(tensors[name])))
     layers: list[Tensor] = []
     trunk: Literal["mlp", "nature_cnn"] = "mlp"
     if f"{cnn}cnn.0.weight" in tensors:
@@ -117,8 +126,22 @@ def convert(state: Mapping[str, Tensor], facts: AgentFacts, where: str) -> Agent
         layers += [tensors.pop("action_net.weight"), tensors.pop("action_net.bias")]
     if tensors or len(layers) == n_trunk:
         raise _unknown_layout(state, where)
+    if facts.action_parts:
+        layers[-2:] = _joint(layers[-2], layers[-1], facts.action_parts, where)
     architecture = _architecture(layers, n_trunk, trunk, facts, algorithm, default, where)
     return Agent(algorithm, architecture, tuple(layer.float() for layer in layers), facts)
+
+
+def _joint(weight: Tensor, bias: Tensor, parts: tuple[int, ...], where: str) -> list[Tensor]:
+    """The last layer over all combinations of the parts of an action: their logits add up, as their probabilities multiply."""
+    if sum(parts) != len(weight) or not 1 < math.prod(parts) <= MOST_JOINT_ACTIONS:
+        raise SortRLError(
+            f"{where}: {len(weight)} outputs for actions of {parts}; expected {sum(parts)}, and at most {MOST_JOINT_ACTIONS} "
+            "combinations."
+        )
+    firsts = torch.tensor([0, *parts[:-1]]).cumsum(0)
+    rows = torch.cartesian_prod(*map(torch.arange, parts)).reshape(-1, len(parts)) + firsts
+    return [weight[rows].sum(1), bias[rows].sum(1)]
 
 
 def _architecture(
@@ -191,7 +214,8 @@ def _unknown_layout(state: Mapping[str, Tensor], where: str) -> SortRLError:
     found = listed(state, 12)
     more = f" and {len(state) - 12} more" if len(state) > 12 else ""
     return SortRLError(
-        f"{where}: unknown network layout. Known are PPO, A2C, DQN and QR-DQN with MlpPolicy or CnnPolicy; found "
+        f"{where}: unknown network layout. Known are PPO, A2C, TRPO, DQN, QR-DQN and ARS with MlpPolicy, CnnPolicy "
+        f"or MultiInputPolicy over vectors; found "
         f"{found or 'no tensors'}{more}. Load the agent yourself and pass a torch module (observations -> scores)."
     )
 
@@ -207,6 +231,7 @@ def _facts_of_data(archive: Archive, path: Path) -> AgentFacts:
         activation=activation.group(1) if activation else None,
         obs_shape=shape,
         n_actions=_integer(_object(data.get("action_space")).get("n")),
+        action_parts=_parts(_object(data.get("action_space")).get("nvec")),
         n_quantiles=_integer(data.get("n_quantiles")) or _integer(kwargs.get("n_quantiles")),
         pixels=_is_pixels(_ending(space.get("dtype")), shape, kwargs.get("normalize_images", True) is not False),
         # Of an on-policy agent set only by VecNormalize; off-policy ones (with a replay buffer) always have it, and do not say.
@@ -226,6 +251,12 @@ def _ending(value: Any) -> str:
 def _shape(value: Any) -> tuple[int, ...] | None:
     known = isinstance(value, list) and 0 < len(value) <= 16 and all(type(n) is int and 0 < n < 2**31 for n in value)
     return tuple(value) if known else None
+
+
+def _parts(value: Any) -> tuple[int, ...]:
+    """The text of a MultiDiscrete's sizes, such as ``[2 3]``."""
+    match = re.fullmatch(r"\[((?: *\d{1,4}){1,16} *)\]", value[:200]) if isinstance(value, str) else None
+    return tuple(map(int, match[1].split())) if match else ()
 
 
 def _integer(value: Any) -> int | None:
