@@ -213,14 +213,12 @@ def agents_table(
     skipped: list[Absent] = []
     for one in chosen:
         place = folder / one.folder
-        if not (place / ROW_FILE).exists():
-            try:
-                row = _row(one, place, published, scale == "smoke")
-            except (MissingDependency, FileNotFoundError) as error:
-                skipped.append({"agent": one.name, "why": str(error)})
-                progress(f"agents: {one.name}: skipped, {error}")
-                continue
-            write_json(place / ROW_FILE, row)
+        try:
+            if not (place / ROW_FILE).exists():
+                write_json(place / ROW_FILE, _row(one, place, published, scale == "smoke"))
+        except (MissingDependency, FileNotFoundError) as error:
+            skipped.append({"agent": one.name, "why": str(error)})
+            progress(f"agents: {one.name}: skipped, {error}")
         document = _document(scale, folder, out, skipped)
         progress(f"agents: {one.name}: {len(document['rows'])} of {len(AGENTS)} done")
     return document
@@ -282,7 +280,9 @@ def _trained(one: Agent, folder: Path, smoke: bool) -> tuple[dict[str, Any], dic
             return True
 
     def made(seed: int, training: bool) -> Any:
-        env = make_vec_env(one.env_id, one.n_envs if training else 1, seed=seed)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # that it cannot be drawn
+            env = make_vec_env(one.env_id, one.n_envs if training else 1, seed=seed)
         return VecNormalize(env, training=training, norm_reward=training) if one.normalised else env
 
     if not log.exists():
