@@ -2,7 +2,7 @@
 
 from sortrl.distill.config import PRESETS, DistillConfig
 from sortrl.distill.ladder import LadderRecipe
-from sortrl.distill.loop import Distilled, distill, held_out_metrics
+from sortrl.distill.loop import Distilled, distill, fit, held_out_metrics
 from sortrl.distill.losses import imitation_loss, margins, robust_loss
 from sortrl.distill.recipe import Recipe, SortRecipe, Work
 from sortrl.distill.units import in_units, standardised
@@ -16,6 +16,7 @@ __all__ = [
     "SortRecipe",
     "Work",
     "distill",
+    "fit",
     "held_out_metrics",
     "imitation_loss",
     "in_units",

@@ -62,38 +62,98 @@ def distill(
         ramps = found_ramps(demonstrations.obs, normalizer)
         demonstrations, normalizer, narrow = ramps.seen(demonstrations, normalizer)
     policy = _initial_policy(demonstrations, normalizer, config, generator, narrow)
-    theta = config.theta / (1.0 if narrow is None else narrow.width)
+    labels = torch.from_numpy(demonstrations.actions.astype(np.int64))
+    teacher_logits = torch.from_numpy(demonstrations.logits.astype(np.float32))
+    teacher_logits /= config.soft_temperature or temperature(teacher_logits)
+    history = fit(
+        policy,
+        torch.from_numpy(np.ascontiguousarray(demonstrations.obs)),
+        labels,
+        config,
+        teacher_logits=teacher_logits,
+        theta=config.theta / (1.0 if narrow is None else narrow.width),
+        out_dir=out_dir,
+        seed=seed,
+        generator=generator,
+        progress=progress,
+    )
+    if ramps is not None:
+        assert isinstance(policy, SortPolicy)
+        policy = ramps.widened(policy, whole)
+    return Distilled(policy, history, None if held_out is None else held_out_metrics(policy, held_out, config.eps))
+
+
+def fit(
+    policy: SortPolicy | HybridPolicy,
+    inputs: Tensor,
+    labels: Tensor,
+    config: DistillConfig | None = None,
+    *,
+    teacher_logits: Tensor | None = None,
+    theta: float | None = None,
+    out_dir: str | Path | None = None,
+    seed: int = 0,
+    generator: torch.Generator | None = None,
+    progress: Progress | None = None,
+) -> list[dict[str, Any]]:
+    """Train a SortNet of any size to give ``inputs`` (n, *obs_shape; raw) their ``labels`` (n,), with margins wide enough for
+    ``config.eps``; returns the training curve. The loop of :func:`distill`, for classes of any kind.
+
+    Of the configuration the training counts: eps, steps, batch, learning rates, shares and weights; sizes are the policy's own. In
+    the first part p is 8, then it rises to ``p_end`` while random masks stand for the mix (:meth:`SortPolicy.training_scores`);
+    then it is infinite, and the last steps are those of the exact network. In the end the running means are calibrated.
+
+    >>> inputs = torch.rand(512, 2) * 2 - 1
+    >>> policy = SortPolicy((2,), 2, width=32, depth=2, rho=0.0)
+    >>> curve = fit(policy, inputs, (inputs[:, 0] > 0).long(), DistillConfig(eps=0.1, steps=150, batch=128, lambda_end=1.0))
+    >>> bool((policy.predict(inputs)[0] == (inputs[:, 0] > 0).numpy()).mean() > 0.9), curve[-1]["step"]
+    (True, 150)
+    """
+    config = config or PRESETS["fast"]
+    if len(inputs) != len(labels) or not len(labels) or tuple(inputs.shape[1:]) != policy.obs_shape:
+        raise SortRLError(
+            f"fit: inputs have shape {tuple(inputs.shape)} and labels {tuple(labels.shape)}, expected (n, "
+            f"{', '.join(map(str, policy.obs_shape))}) and (n,) with n > 0."
+        )
+    if labels.is_floating_point() or not 0 <= int(labels.min()) <= int(labels.max()) < policy.n_actions:
+        raise SortRLError(
+            f"fit: labels are {labels.dtype} in {labels.min()}..{labels.max()}, expected whole numbers in 0..{policy.n_actions - 1}."
+        )
+    if config.soft_targets > 0 and teacher_logits is None:
+        raise SortRLError("fit: soft_targets need teacher_logits, the scores that the labels come from. Give them.")
+    generator = generator or torch.Generator().manual_seed(seed)
+    theta = config.theta if theta is None else theta
     trunk = policy.trunk
     # Weights, their gradients and two moments; activations and their gradients, of masks and sums too.
     units = sum(layer.out_size for layer in trunk.layers)
     units += sum(math.prod(part.out_shape) for part in trunk.front if isinstance(part, BoundedConv))
     needed = 4 * (4 * sum(parameter.numel() for parameter in policy.parameters()) + 8 * config.batch * units)
     require(f"Training with batches of {config.batch}", needed, "lower batch, width or depth")
+    with torch.no_grad():
+        trunk.mu.fill_(config.mu_start or 0.5 / (max(config.eps, 0.005) * config.scale))
     optimizer = _optimizer(policy, config)
-    states = torch.from_numpy(np.ascontiguousarray(demonstrations.obs))
-    labels = torch.from_numpy(demonstrations.actions.astype(np.int64))
-    teacher_logits = torch.from_numpy(demonstrations.logits.astype(np.float32))
-    teacher_logits /= config.soft_temperature or temperature(teacher_logits)
     checkpoint = Checkpoint(
-        out_dir, {"config": asdict(config), "seed": seed, "states": len(states), "labels": int(labels.sum())}
+        out_dir, {"config": asdict(config), "seed": seed, "states": len(inputs), "labels": int(labels.sum())}
     )
     first, history = checkpoint.restore(policy, optimizer, generator)
     started, began_at = time.monotonic(), first
 
-    policy.train()
+    policy.train().requires_grad_(True)
     for step in range(first, config.steps):
         trunk.p.fill_(config.p_at(step))
         for group in optimizer.param_groups:
             group["lr"] = group["peak"] * config.cosine(step)
-        index = torch.randint(len(states), (config.batch,), generator=generator)
+        index = torch.randint(len(inputs), (config.batch,), generator=generator)
         target = labels[index]
-        unit = normalizer(states[index])
+        unit = policy.normalize(inputs[index])
         optimizer.zero_grad(set_to_none=True)  # before the forward pass, which can use their memory
         exact = step >= config.steps * (1.0 - config.exact_share)
         outputs = trunk.exact_training_scores(unit) if exact else trunk.training_scores(unit, generator)
         found = judged(policy, outputs, target, config, theta, step)
         lam = config.lambda_at(step)
-        imitation = imitation_loss(found.logits, target, teacher_logits[index], config.soft_targets)
+        imitation = imitation_loss(
+            found.logits, target, None if teacher_logits is None else teacher_logits[index], config.soft_targets
+        )
         loss = lam * imitation + found.robust
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
@@ -118,12 +178,9 @@ def distill(
 
     # Finished: whoever differentiates it from here on (an attack) wants gradients of the inputs alone.
     policy.eval().requires_grad_(False)
-    every = -(-len(states) // _calibration_states(states[0].numel()))
-    policy.calibrate(normalizer(states[::every]))
-    if ramps is not None:
-        assert isinstance(policy, SortPolicy)
-        policy = ramps.widened(policy, whole)
-    return Distilled(policy, history, None if held_out is None else held_out_metrics(policy, held_out, config.eps))
+    every = -(-len(inputs) // _calibration_states(inputs[0].numel()))
+    policy.calibrate(policy.normalize(inputs[::every]))
+    return history
 
 
 def temperature(scores: Tensor) -> float:
@@ -164,7 +221,6 @@ def _initial_policy(
                 part.weight.normal_(generator=generator).pow_(3)
         if ramps is not None:
             ramps.put_into(trunk)
-        trunk.mu.fill_(config.mu_start or 0.5 / (max(config.eps, 0.005) * config.scale))
         if isinstance(policy, HybridPolicy):
             _prepare_head(policy, normalizer(torch.from_numpy(demonstrations.obs[: config.batch])), generator)
     return policy

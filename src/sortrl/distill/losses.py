@@ -26,10 +26,10 @@ def robust_loss(margin: Tensor, theta: float) -> Tensor:
     return torch.where(active, -margin, torch.zeros_like(margin)).mean()
 
 
-def imitation_loss(logits: Tensor, labels: Tensor, teacher_logits: Tensor, soft: float) -> Tensor:
+def imitation_loss(logits: Tensor, labels: Tensor, teacher_logits: Tensor | None, soft: float) -> Tensor:
     """Cross-entropy against the teacher's action, or partly against its softmax."""
     hard = functional.cross_entropy(logits, labels)
-    if soft == 0.0:
+    if soft == 0.0 or teacher_logits is None:
         return hard
     return (1 - soft) * hard + soft * functional.cross_entropy(logits, teacher_logits.softmax(1))
 
