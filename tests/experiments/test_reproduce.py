@@ -36,7 +36,8 @@ def reproduced(tmp_path_factory, published_teachers):
     plan, folder = figure1.PLANS["smoke"], work / "smoke"
     wanted = figure1.units(plan, ("MountainCar-v0",), ("paper",))
     for unit in wanted:
-        figure1._compute_to_file((unit, plan, work, published_teachers / "sb3", folder))
+        found = figure1.compute(unit, plan, work, folder, published_teachers / "sb3")
+        write_json(folder / f"{unit.name}.json", found)
     return figure1.assemble(wanted, plan, folder, "smoke", True), folder
 
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
 from sortrl.core.errors import SortRLError
+
+if TYPE_CHECKING:
+    from sortrl.core.pieces import Engine
 
 MOST_THREADS = 1024
 
@@ -31,6 +34,21 @@ def use_threads(threads: int | None) -> None:
     if threads is not None and not 1 <= threads <= MOST_THREADS:
         raise SortRLError(f"--threads is {threads}, expected 1..{MOST_THREADS}.")
     torch.set_num_threads(threads or os.cpu_count() or 1)
+
+
+def engine_of(workers: int | None, ray: tuple[str, ...] | None, usual: int, imports: str | None = None) -> Engine:
+    """The engine that --workers and --ray name; every worker, this process included, has one thread."""
+    from sortrl.core.pieces import Here
+    from sortrl.core.workers import Processes, Ray
+
+    if ray is not None:
+        if workers is not None:
+            raise SortRLError("--workers is for processes on this machine and --ray for a cluster; choose one.")
+        if len(ray) > 1:
+            raise SortRLError(f"--ray takes one address, or none: {' '.join(ray)}.")
+        return Ray(ray[0] if ray else None, imports)
+    count = usual if workers is None else workers
+    return Here(threads=1) if count == 1 else Processes(count, imports)
 
 
 def check_each_eps(policy: Any, env_id: str, eps: tuple[float, ...]) -> None:

@@ -9,7 +9,15 @@ from typing import Annotated, Literal
 
 import tyro
 
-from sortrl.cli.common import Import, check_each_eps, draw_off_screen, output_folder, use_module, use_threads
+from sortrl.cli.common import (
+    Import,
+    check_each_eps,
+    draw_off_screen,
+    engine_of,
+    output_folder,
+    use_module,
+    use_threads,
+)
 from sortrl.core.errors import SortRLError
 
 
@@ -72,6 +80,8 @@ def attack(
     seed: int = 0,
     check: bool = False,
     threads: int | None = None,
+    workers: int | None = None,
+    ray: Annotated[tuple[str, ...] | None, tyro.conf.arg(metavar="[ADDRESS]")] = None,
     json: Path | None = None,
     imports: Import = None,
 ) -> None:
@@ -86,6 +96,9 @@ def attack(
         seed: Chooses the episodes.
         check: Also run sanity checks for gradient masking; exit code 1 if one fails.
         threads: Threads to use [all cores].
+        workers: Processes of one thread each that share out the attacks [this process alone, with its threads].
+        ray: In place of them, a Ray cluster: the one at this address; without an address, the one running here, or else a local
+            one that is started for this command. Results are those of --threads 1.
         json: Write the result here, point by point; the same command continues where it was stopped.
         imports: Import this module first: the one that registers the run's environment.
     """
@@ -97,9 +110,9 @@ def attack(
     use_module(imports)
     env_id, policy, teacher = read_run(run)
     check_each_eps(policy, env_id, eps)
-    result = evaluate_suite(
-        policy, teacher, env_id, suite, eps, episodes, seed, path=json, quiet=not sys.stderr.isatty()
-    )
+    spread = None if workers is None and ray is None else engine_of(workers, ray, usual=1, imports=imports)
+    quiet = spread is not None or not sys.stderr.isatty()
+    result = evaluate_suite(policy, teacher, env_id, suite, eps, episodes, seed, path=json, quiet=quiet, engine=spread)
     print(table(result))
     if not check:
         return

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from sortrl.cli.common import use_threads
+from sortrl.cli.common import engine_of, use_threads
 from sortrl.core.errors import SortRLError, SortRLWarning
 
 LOST = 3  # exit code of a run whose student lost its teacher's skill
@@ -217,6 +217,7 @@ Reproduced = Literal[
     "baselines",
     "agents",
 ]
+IN_PIECES = ("fig1", "table1", "table2", "table3", "table4", "compute", "baselines")
 KEPT_IN = {
     "agents": "agents",
     "reliability": "reliability",
@@ -237,7 +238,8 @@ def reproduce(
     out: Path = Path("results"),
     work: Path | None = None,
     teachers: Path | None = None,
-    jobs: int | None = None,
+    workers: int | None = None,
+    ray: Annotated[tuple[str, ...] | None, tyro.conf.arg(metavar="[ADDRESS]")] = None,
     seconds: float | None = None,
 ) -> None:
     """Reproduce the paper's figures and tables, and further experiments; continues where it was stopped.
@@ -261,10 +263,13 @@ def reproduce(
         work: Where finished parts are kept [runs/fig1, runs/atari, runs/procgen, runs/baselines, runs/agents or runs/reliability].
         teachers: Folder of the published agents [$SORTRL_TEACHERS]; without it experts are trained. Of Atari: a folder with a
             teacher for each game (freeway, roadrunner, pong, bankheist), given here; without it those of the zoo, with their students.
-        jobs: Processes side by side [one per core].
+        workers: Processes of one thread each that compute cells, or parts of figure 1, side by side [one per core].
+        ray: In place of them, a Ray cluster: the one at this address; without an address, the one running here, or else a local
+            one that is started for this command. Results do not depend on any of this.
         seconds: Duration of the soak test of reliability [set by the scale].
     """
     from sortrl import experiments as module
+    from sortrl.core.workers import cores
 
     def progress(line: str) -> None:
         print(line, file=sys.stderr, flush=True)
@@ -272,24 +277,29 @@ def reproduce(
     if agent is not None and not what.startswith("table") and what not in ("baselines", "agents"):
         raise SortRLError(f"reproduce: --agent chooses rows of a table, and {what} has none.")
     folder = work or Path("runs") / KEPT_IN.get(what, "fig1")
+    if (workers is not None or ray is not None) and what not in IN_PIECES:
+        raise SortRLError(
+            f"reproduce: --workers and --ray are for {', '.join(IN_PIECES)}; {what} is not made of pieces."
+        )
+    engine = engine_of(workers, ray, cores())
     if what == "reliability":
         from sortrl.cli import main  # the campaigns run commands of all kinds
 
         campaigns = module.reliability(main, scale, task, out, folder, seconds, progress)
         print("\n".join(module.reliability_summary(campaigns)))
     elif what in ("table1", "table3"):
-        found = module.atari_table(what, scale, task, out, folder, teachers, progress, agent)
+        found = module.atari_table(what, scale, task, out, folder, teachers, progress, agent, engine)
         print("\n".join(module.atari_lines(found)))
     elif what in ("table2", "table4"):
-        found = module.procgen_table(what, scale, task, out, folder, teachers, progress, agent)
+        found = module.procgen_table(what, scale, task, out, folder, teachers, progress, agent, engine)
         print("\n".join(module.procgen_lines(found)))
     elif what == "baselines":
-        found = module.baselines(scale, task, out, folder, teachers, progress, agent)
+        found = module.baselines(scale, task, out, folder, teachers, progress, agent, engine)
         print("\n".join(module.baseline_lines(found)))
     elif what == "agents":
         print("\n".join(module.agents_lines(module.agents_table(scale, task, out, folder, teachers, progress, agent))))
     elif what == "compute":
-        print("\n".join(module.compute_lines(module.compute(scale, task, out, folder, teachers, progress))))
+        print("\n".join(module.compute_lines(module.compute(scale, task, out, folder, teachers, progress, engine))))
     elif what == "teachers":
         print("\n".join(module.teachers_lines(module.teachers_table(scale, task, out, teachers, progress))))
     elif what in ("fig2", "fig3"):
@@ -297,7 +307,7 @@ def reproduce(
     elif what == "certificates":
         module.certificates(scale, task, out, folder, progress)
     else:
-        print("\n".join(module.figure1.summary(module.fig1(scale, task, out, folder, teachers, jobs, progress))))
+        print("\n".join(module.figure1.summary(module.fig1(scale, task, out, folder, teachers, progress, engine))))
     pictured = what.startswith("fig") or what == "certificates"
     print(f"figure: {out / what}.png" if pictured else f"results: {out / what}.json")
 

@@ -15,6 +15,7 @@ from sortrl.attacks.suites import is_black_box
 from sortrl.core.errors import SortRLError
 from sortrl.core.files import read_object, write_json
 from sortrl.core.identity import differences, fingerprint, named
+from sortrl.core.pieces import Engine, Piece, run_pieces
 from sortrl.core.progress import stage
 from sortrl.core.records import PROTOCOL, EvalRow, Policy, stored_rows
 from sortrl.envs import describe
@@ -56,6 +57,9 @@ class SuiteDocument(TypedDict):
     worst: list[WorstRow]
     skipped: list[Skipped]
     rows: list[EvalRow]
+
+
+Point = tuple[str, str, float]  # agent, attack, eps
 
 
 @dataclass(frozen=True)
@@ -141,6 +145,7 @@ def evaluate_suite(
     quiet: bool = True,
     play: Collection[str] = ("student", "teacher"),
     again: bool = False,
+    engine: Engine | None = None,
 ) -> SuiteResult:
     """Play clean and under every attack of a suite, the student and (if there is one) its teacher, on the same episodes.
 
@@ -149,6 +154,7 @@ def evaluate_suite(
     result is written, point by point: the same call continues where it was stopped. An agent without gradients is attacked
     only by attacks that need none (see ``skipped``). ``play`` leaves out an agent whose rows are known already; attacks on
     the student may still use the teacher's gradients. A file of other agents, episodes or seeds is refused or, with ``again``, replaced.
+    An ``engine`` spreads the points over workers.
     """
     if not eps_units or not all(0 < eps < float("inf") for eps in eps_units):
         raise SortRLError(f"evaluate_suite: eps {list(eps_units)}, expected one or more finite numbers > 0.")
@@ -161,23 +167,34 @@ def evaluate_suite(
     result = SuiteResult(
         env_id, name, tuple(dict.fromkeys(map(float, eps_units))), episodes, seed, (), _spared(agents, attacks)
     )
-    for agent, label, entry, eps in _points(agents, attacks, result.eps_units):
-        row = file.find(agent, label, eps)
-        if row is None:
-            attack = None if entry is None else entry.attack
-            if entry is not None and attack is None:
-                attack = _adversary(
-                    agents[agent], agent, label, env_id, eps, seed, adversary_steps, file.directory, quiet
-                )
-            when = None if entry is None else entry.when
-            with stage(f"{agent}, {label}, eps {eps:g}", quiet) as progress:
-                played = evaluate(
-                    agents[agent], env_id, attack, eps, episodes, seed, when=when, name=agent, progress=progress
-                )
-            row = {**played.to_json(), "attack": label}
-        result = replace(result, rows=(*result.rows, row))
-        file.write(result)
-    return result
+    points = [(agent, label, eps) for agent, label, _, eps in _points(agents, attacks, result.eps_units)]
+    rows = {point: row for point in points if (row := file.find(*point)) is not None}
+    directory = file.directory
+
+    def play_point(point: Point) -> EvalRow:
+        agent, label, eps = point
+        entry = attacks.get(label)
+        attack = None if entry is None else entry.attack
+        if entry is not None and attack is None:
+            attack = _adversary(agents[agent], agent, label, env_id, eps, seed, adversary_steps, directory, quiet)
+        when = None if entry is None else entry.when
+        with stage(f"{agent}, {label}, eps {eps:g}", quiet) as progress:
+            played = evaluate(
+                agents[agent], env_id, attack, eps, episodes, seed, when=when, name=agent, progress=progress
+            )
+        return {**played.to_json(), "attack": label}
+
+    def so_far() -> SuiteResult:
+        return replace(result, rows=tuple(rows[point] for point in points if point in rows))
+
+    def done(piece: Piece[Point], row: EvalRow) -> None:
+        rows[piece.what] = row
+        file.write(so_far())
+
+    pieces = [Piece(f"{agent}, {label}, eps {eps:g}", (agent, label, eps)) for agent, label, eps in points]
+    run_pieces(play_point, [piece for piece in pieces if piece.what not in rows], done, engine, f"Suite {name}")
+    file.write(so_far())
+    return so_far()
 
 
 def table(result: SuiteResult) -> str:

@@ -22,6 +22,7 @@ from sortrl.baselines.thresholds.recipe import ThresholdRecipe
 from sortrl.core.errors import SortRLError
 from sortrl.core.files import locked
 from sortrl.core.identity import fingerprint
+from sortrl.core.pieces import Engine
 from sortrl.data.collect import CollectConfig
 from sortrl.envs.registry import ATARI_STEPS
 from sortrl.envs.registry import STICKY as STICKY_ACTIONS
@@ -149,6 +150,7 @@ def atari_table(
     teachers: Path | None = None,
     progress: Callable[[str], None] = print,
     agent: str | None = None,
+    engine: Engine | None = None,
 ) -> TableDocument:
     """Compute the cells that are missing, of one game or agent or of all, and write the table of all after each of them."""
     derived = _with_worst if table == "table3" else None
@@ -159,6 +161,8 @@ def atari_table(
         progress,
         game,
         agent,
+        start_of=lambda cell: _start(cell, work, scale, teachers, progress),
+        engine=engine,
     )
 
 
@@ -182,7 +186,7 @@ def teacher_of(game: str, work: Path, scale: Scale, teachers: Path | None, progr
         if "return" in row:  # at evaluations, a few minutes apart
             progress(f"{game}: step {row['step']} of {row['total']}, return {row['return']:.1f}")
 
-    with locked(folder):
+    with locked(folder, wait=True):  # two tables may need it at once
         return train_teacher(env_id, preset, folder, progress=tell)
 
 
@@ -196,7 +200,7 @@ def student_of(game: str, agent: str, teacher: Teacher, work: Path, scale: Scale
         config = replace(config, student=replace(recipe, polish=replace(recipe.polish, **SMOKE_TRAINING)))
     directory = work / "students" / (f"{game}-{scale}" + ("" if preset == "fast" else f"-{preset}"))
     source = f"{TEACHER}, {fingerprint(teacher)}"
-    with open_run(directory, env_id_of(game), config, 0, teacher, source, quiet=False) as run:
+    with open_run(directory, env_id_of(game), config, 0, teacher, source, quiet=False, wait=True) as run:
         return run.student(teacher)
 
 
@@ -216,6 +220,12 @@ def _from_zoo(game: str) -> tuple[dict[str, CertifiedPolicy], Teacher] | None:
     if len({fingerprint(teacher) for teacher in teachers}) > 1:
         raise SortRLError(f"The students of {game} in the zoo have different teachers, and a table must not mix them.")
     return (students, teachers[0]) if students else None
+
+
+def _start(cell: Cell, work: Path, scale: Scale, teachers: Path | None, progress: Callable[[str], None]) -> None:
+    """Train the teacher that all agents of a game start from, unless it is there."""
+    if teachers is None and (scale == "smoke" or _from_zoo(cell.game) is None):
+        teacher_of(cell.game, work, scale, teachers, progress)
 
 
 def _player(cell: Cell, work: Path, scale: Scale, teachers: Path | None, progress: Callable[[str], None]) -> Player:

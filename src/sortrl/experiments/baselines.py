@@ -16,6 +16,7 @@ from sortrl.baselines.interval_q.starting import DistillationConfig, start_from
 from sortrl.baselines.interval_q.training import TrainingConfig
 from sortrl.core.files import locked, read_object
 from sortrl.core.identity import fingerprint
+from sortrl.core.pieces import Engine
 from sortrl.core.progress import stage
 from sortrl.evaluate.returns import evaluate
 from sortrl.evaluate.suite import evaluate_suite
@@ -99,6 +100,7 @@ def baselines(
     teachers: Path | None = None,
     progress: Callable[[str], None] = print,
     agent: str | None = None,
+    engine: Engine | None = None,
 ) -> TableDocument:
     """Write ``baselines.json`` into ``out``, cell by cell; agents are trained into ``work`` where they are absent."""
     size, published = SIZES[scale], find_teachers(teachers)
@@ -106,13 +108,18 @@ def baselines(
     facts: Facts = {"episodes": size.episodes, "eps": {name: eps for name, (_, eps) in TASKS.items()}}
     table = CellTable("baselines", scale, cells(), folder / "cells", out, facts)
 
+    def start_of(cell: BaselineCell) -> None:
+        teacher = expert(TASKS[cell.game][0], cell.game, work, published)
+        with stage(f"{TITLES[START]} on {cell.game}") as report:
+            _values(teacher, cell, folder, size.distillation, report)
+
     def agent_of(cell: BaselineCell) -> Teacher | IntervalPolicy:
         protocol, eps = TASKS[cell.game]
         teacher = expert(protocol, cell.game, work, published)
         if cell.agent == TEACHER:
             return teacher
         place = folder / "agents" / f"{cell.game}-{cell.agent}-{cell.seed}"
-        with locked(place), stage(f"{TITLES[cell.agent]} on {cell.game}") as report:
+        with locked(place, wait=True), stage(f"{TITLES[cell.agent]} on {cell.game}") as report:
             values = _values(teacher, cell, folder, size.distillation, report)
             if cell.agent == START:
                 return values[0]
@@ -145,7 +152,7 @@ def baselines(
     def made_of(cell: BaselineCell, player: Teacher | IntervalPolicy) -> dict[str, nn.Module]:
         return {f"{cell.agent} {cell.seed}": player}
 
-    return table.fill(agent_of, compute, made_of, progress, task, agent)
+    return table.fill(agent_of, compute, made_of, progress, task, agent, start_of=start_of, engine=engine)
 
 
 def _values(

@@ -7,10 +7,10 @@ its agents' weights, so that a table never mixes two students of one game.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypedDict, TypeVar, cast, final
+from typing import Any, Generic, Literal, Protocol, TypedDict, TypeVar, cast, final
 
 from torch import nn
 
@@ -18,6 +18,7 @@ from sortrl.certify import certified_shares, proven_mean
 from sortrl.core.errors import SortRLError
 from sortrl.core.files import read_json, read_object, write_json
 from sortrl.core.identity import fingerprint
+from sortrl.core.pieces import Engine, Piece, run_pieces
 from sortrl.core.records import EvalResult, EvalRow
 from sortrl.evaluate import provenance
 
@@ -212,28 +213,43 @@ class CellTable(Generic[C]):
         progress: Callable[[str], None],
         game: str | None = None,
         agent: str | None = None,
+        *,
+        start_of: Callable[[C], object] | None = None,
+        engine: Engine | None = None,
     ) -> TableDocument:
         """Compute the cells that are missing, of one game or agent or of all, and write the table after each.
 
-        ``made_of`` gives the networks that a cell goes back to, by the names of their agents.
+        ``made_of`` gives the networks that a cell goes back to, by the names of their agents; ``start_of`` makes what all agents
+        of a game start from. Each agent is made, or found, before its cells, and its fingerprints are compared with those of
+        the table; so no engine computes a cell that the table would refuse.
         """
         self.check_wanted(game, agent)
         results = self.write()
-        key, player = None, None
-        for cell in self.cells:
-            wanted = game in (None, cell.game) and agent in (None, cell.agent)
-            if not wanted or cell.name not in results["missing"]:
-                continue
-            if player is None or key != (cell.game, cell.agent):
-                key, player = (cell.game, cell.agent), agent_of(cell)  # one in memory at a time
-            agents = {name: fingerprint(network) for name, network in made_of(cell, player).items()}
-            self._check_same(cell.game, agents)
-            found: Found = {**compute(cell, player), "agents": agents, "computed": _where()}
-            write_json(self.kept_in(cell), found)
-            results = self.write()
-            done = f"{len(results['cells'])} cells, {len(results['missing'])} missing"
-            progress(f"{self.name}: {cell.name}: {figure(found['mean'])}, {done}")
-        return results
+        wanted = [cell for cell in self.cells if game in (None, cell.game) and agent in (None, cell.agent)]
+        missing = [cell for cell in wanted if cell.name in results["missing"]]
+        made: dict[str, dict[str, str]] = {}
+
+        def done(piece: Piece[tuple[Step, C]], answer: Any) -> None:
+            step, cell = piece.what
+            if step == "start":
+                return
+            agents = answer if step == "agent" else answer["agents"]
+            if made.setdefault(_agent_name(cell), agents) != agents:
+                raise SortRLError(
+                    f"{self.name}: two workers made different agents ({_agent_name(cell)}). Workers must see the same --work and "
+                    "--teachers, on a file system that they share."
+                )
+            if step == "agent":
+                self._check_same(cell.game, agents)
+                return
+            write_json(self.kept_in(cell), answer)
+            written = self.write()
+            counted = f"{len(written['cells'])} cells, {len(written['missing'])} missing"
+            progress(f"{self.name}: {cell.name}: {figure(answer['mean'])}, {counted}")
+
+        work = _CellWork(agent_of, compute, made_of, start_of)
+        run_pieces(work, list(_pieces(missing, start_of is not None)), done, engine, self.name)
+        return self.write()
 
     def _check_same(self, game: str, agents: Mapping[str, str]) -> None:
         """Refuse another agent than the one of the same name that cells of this game go back to."""
@@ -245,6 +261,56 @@ class CellTable(Generic[C]):
                         f"{self.path} or {self.folder} holds cells of another {name} of {game}, and a table must not mix them. "
                         "Give that agent, name another --out and --work, or delete those cells."
                     )
+
+
+Step = Literal["start", "agent", "cell"]
+
+
+def _agent_name(cell: Cell) -> str:
+    seed = getattr(cell, "seed", None)
+    return f"{cell.agent} of {cell.game}" + ("" if seed is None else f", seed {seed}")
+
+
+def _pieces(missing: Sequence[C], starts: bool) -> Iterator[Piece[tuple[Step, C]]]:
+    """Of every game what its agents start from, then agent by agent: the agent, and then its cells."""
+    begun: set[str] = set()
+    for cell in missing:
+        start, agent = f"start of {cell.game}", _agent_name(cell)
+        if starts and start not in begun:
+            yield Piece(start, ("start", cell))
+        if agent not in begun:
+            yield Piece(agent, ("agent", cell), after=(start,))
+        begun |= {start, agent}
+        yield Piece(cell.name, ("cell", cell), after=(agent,))
+
+
+class _CellWork(Generic[C, A]):
+    """What a worker does. It keeps the agent that it had last: one in memory at a time."""
+
+    def __init__(
+        self,
+        agent_of: Callable[[C], A],
+        compute: Callable[[C, A], Found],
+        made_of: Callable[[C, A], dict[str, nn.Module]],
+        start_of: Callable[[C], object] | None,
+    ) -> None:
+        self._agent_of, self._compute, self._made_of, self._start_of = agent_of, compute, made_of, start_of
+        self._held: tuple[str, A, dict[str, str]] | None = None
+
+    def __call__(self, what: tuple[Step, C]) -> Found | dict[str, str] | None:
+        step, cell = what
+        if step == "start":
+            assert self._start_of is not None
+            self._start_of(cell)
+            return None
+        name = _agent_name(cell)
+        if self._held is None or self._held[0] != name:
+            self._held = None  # before the next one is made
+            player = self._agent_of(cell)
+            agents = {known: str(fingerprint(network)) for known, network in self._made_of(cell, player).items()}
+            self._held = (name, player, agents)
+        _, player, agents = self._held
+        return agents if step == "agent" else {**self._compute(cell, player), "agents": agents, "computed": _where()}
 
 
 def _where() -> dict[str, str]:

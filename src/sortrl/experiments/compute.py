@@ -14,6 +14,7 @@ import numpy as np
 
 from sortrl.baselines.memory.recipe import MemoryRecipe
 from sortrl.baselines.memory.remember import best_episodes, remember
+from sortrl.core.pieces import Engine
 from sortrl.core.records import Demonstrations
 from sortrl.data.dataset import select, split
 from sortrl.evaluate.returns import evaluate
@@ -60,6 +61,7 @@ def compute(
     work: Path = Path("runs/procgen"),
     teachers: Path | None = None,
     progress: Callable[[str], None] = print,
+    engine: Engine | None = None,
 ) -> TableDocument:
     """Measure the points that are missing, and write ``compute.json`` after each of them."""
     folder = find_folder(teachers, "procgen", PUBLISHED["Jumper"][TEACHER])
@@ -83,6 +85,8 @@ def compute(
         lambda _, source: {TEACHER: source.teacher},
         progress,
         game,
+        start_of=lambda point: teacher_of(point.game, work, folder, progress),
+        engine=engine,
     )
 
 

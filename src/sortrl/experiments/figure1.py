@@ -11,15 +11,12 @@ are kept as well, as long as their settings are the current ones.
 
 from __future__ import annotations
 
-import multiprocessing
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-import torch
 
 from sortrl import attacks
 from sortrl.attacks import suite
@@ -27,6 +24,7 @@ from sortrl.certify import certified_shares
 from sortrl.core.errors import SortRLError
 from sortrl.core.files import read_json, read_object, write_json
 from sortrl.core.identity import differences, fingerprint, plain
+from sortrl.core.pieces import Engine, Piece, run_pieces
 from sortrl.core.records import Policy
 from sortrl.evaluate import provenance
 from sortrl.evaluate.returns import evaluate_curve
@@ -150,7 +148,7 @@ def agent_of(unit: Unit, plan: Plan, work: Path, folder: Path, published: Path |
         return teacher
     directory = folder / "students" / f"{unit.protocol}-{unit.task}-{unit.agent}-{unit.seed}"
     config, shared = config_of(unit, plan), _shared(unit, folder)
-    with open_run(directory, unit.task, config, unit.seed, teacher, shared=shared) as run:
+    with open_run(directory, unit.task, config, unit.seed, teacher, shared=shared, wait=True) as run:
         return run.student(teacher)
 
 
@@ -161,7 +159,6 @@ def _shared(unit: Unit, folder: Path) -> Path:
 
 def compute(unit: Unit, plan: Plan, work: Path, folder: Path, published: Path | None) -> dict[str, Any]:
     """Train (unless it is the expert) and evaluate one unit; the result is plain JSON."""
-    torch.set_num_threads(1)  # units run side by side
     agent = agent_of(unit, plan, work, folder, published)
     config = None if unit.agent == "expert" else plain(config_of(unit, plan))
     teacher = expert(unit.protocol, unit.task, work, published)
@@ -213,8 +210,8 @@ def fig1(
     out: Path = Path("results"),
     work: Path = Path("runs/fig1"),
     teachers: Path | None = None,
-    jobs: int | None = None,
     progress: Callable[[str], None] = print,
+    engine: Engine | None = None,
 ) -> dict[str, Any]:
     """Compute what is missing, of one task or of all, then write ``fig1.json`` and ``fig1.png`` into ``out``."""
     if task is not None and task not in TASKS:
@@ -227,25 +224,36 @@ def fig1(
     def missing() -> list[Unit]:
         return [unit for unit in wanted if task in (None, unit.task) and not (folder / f"{unit.name}.json").exists()]
 
-    # Experts are trained here, so that no worker process waits for another to train one.
-    for protocol, name in dict.fromkeys((unit.protocol, unit.task) for unit in missing()):
-        teacher = expert(protocol, name, work, published)
-        _drop_others(wanted, protocol, name, fingerprint(teacher), published is not None, folder)
+    def drop_others(piece: Piece[tuple[str, str]], mark: str) -> None:
+        _drop_others(wanted, *piece.what, mark, published is not None, folder)
+
+    experts = [Piece(" ".join(pair), pair) for pair in dict.fromkeys((unit.protocol, unit.task) for unit in missing())]
+    run_pieces(lambda pair: fingerprint(expert(*pair, work, published)), experts, drop_others, engine, "fig1, experts")
     todo = missing()
     progress(f"fig1: {len(wanted)} units, {len(todo)} to be computed now")
-    # Suites meet students that were trained for the curves, and take as long again: the figure is drawn before and after.
-    for kind in ("pgd", "suite"):
-        part = [unit for unit in todo if unit.adversary == kind]
-        arguments = [(unit, plan, work, published, folder) for unit in part]
-        with multiprocessing.get_context("spawn").Pool(max(1, min(jobs or os.cpu_count() or 1, len(part)))) as pool:
-            for name in pool.imap_unordered(_compute_to_file, arguments):
-                progress(f"fig1: {name} done")
+    curves = {unit.name for unit in todo if unit.adversary == "pgd"}
+
+    def publish() -> dict[str, Any]:
         there = [unit for unit in wanted if (folder / f"{unit.name}.json").exists()]
         results = assemble(there, plan, folder, scale, published is not None)
         write_json(out / "fig1.json", results)
         draw(results, out / "fig1.png")
         progress(f"fig1: {out / 'fig1.json'} and {out / 'fig1.png'} written, {len(there)} of {len(wanted)} units")
-    return results
+        return results
+
+    def done(piece: Piece[Unit], found: dict[str, Any]) -> None:
+        write_json(folder / f"{piece.name}.json", found)
+        progress(f"fig1: {piece.name} done")
+        curves.discard(piece.name)
+        if (
+            not curves and piece.what.adversary == "pgd"
+        ):  # suites take as long again: the figure is drawn before and after
+            publish()
+
+    # Suites meet students that are trained for the curves.
+    pieces = [Piece(unit.name, unit, after=(replace(unit, adversary="pgd").name,)) for unit in todo]
+    run_pieces(lambda unit: compute(unit, plan, work, folder, published), pieces, done, engine, "fig1")
+    return publish()
 
 
 def earlier_units(path: Path, scale: str) -> list[dict[str, Any]]:
@@ -312,12 +320,6 @@ def _drop_others(wanted: list[Unit], protocol: str, task: str, mark: str, publis
             path.unlink()
             for other in mine:
                 _known_expert(other, folder).unlink(missing_ok=True)
-
-
-def _compute_to_file(argument: tuple[Unit, Plan, Path, Path | None, Path]) -> str:
-    unit, plan, work, published, folder = argument
-    write_json(folder / f"{unit.name}.json", compute(unit, plan, work, folder, published))
-    return unit.name
 
 
 def summary(results: dict[str, Any]) -> list[str]:

@@ -15,6 +15,7 @@ from typing import Any, Literal
 from sortrl import attacks
 from sortrl.baselines.memory.search import SearchConfig
 from sortrl.core.files import locked
+from sortrl.core.pieces import Engine
 from sortrl.core.records import Policy
 from sortrl.evaluate.returns import evaluate
 from sortrl.experiments import quoted
@@ -118,7 +119,7 @@ def teacher_of(game: str, work: Path, published: Path | None, progress: Callable
         return shipped
     progress(f"{game}: training a teacher, or reading the trained one")
     folder = work / "teachers" / game
-    with locked(folder):
+    with locked(folder, wait=True):  # two tables may need it at once
         return train_teacher(env_id, teacher_preset(env_id), folder)
 
 
@@ -153,7 +154,7 @@ def student_run(game: str, agent: str, work: Path, scale: Scale, teacher: Teache
     env_id, preset = f"sortrl/{game}-train-v0", OURS[agent]
     tiny: dict[str, Any] = {} if scale != "smoke" else TINY[preset]
     config = robustify_config(env_id, preset=preset, train_teacher=False, **tiny)
-    return open_run(_folder(game, agent, work, scale), env_id, config, 0, teacher, quiet=False)
+    return open_run(_folder(game, agent, work, scale), env_id, config, 0, teacher, quiet=False, wait=True)
 
 
 def procgen_table(
@@ -165,6 +166,7 @@ def procgen_table(
     teachers: Path | None = None,
     progress: Callable[[str], None] = print,
     agent: str | None = None,
+    engine: Engine | None = None,
 ) -> TableDocument:
     """Compute the cells that are missing, of one game or agent or of all, and write the table after each of them."""
     folder = find_folder(teachers, "procgen", PUBLISHED["Jumper"][TEACHER])
@@ -176,6 +178,8 @@ def procgen_table(
         progress,
         game,
         agent,
+        start_of=lambda cell: teacher_of(cell.game, work, folder, progress),
+        engine=engine,
     )
 
 

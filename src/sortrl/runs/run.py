@@ -68,11 +68,13 @@ def open_run(
     quiet: bool = True,
     shared: Path | None = None,
     module: str | None = None,
+    wait: bool = False,
 ) -> Iterator[Run]:
     """Open a run to go on with it, or begin it: locked, and only if what lies in the directory belongs to it.
 
     ``teacher`` is the one given, None for one that the run trains; ``source`` says where it came from (default: its name).
     ``shared`` is where several runs keep what they make of the same teacher; ``module`` is the one that registers the environment.
+    With ``wait``, another process that has the directory is waited for, not refused: workers that need the same student.
     """
     if teacher is None:
         source = TRAINED_HERE
@@ -83,7 +85,7 @@ def open_run(
         "teacher_weights": None if teacher is None else fingerprint(teacher),
         "config": config,
     }
-    with locked(directory):
+    with locked(directory, wait):
         for folder in (folder for name in FOLDERS for folder in directory.glob(name)):
             if folder.is_dir() and not folder.is_symlink():
                 remove_leftovers(folder)

@@ -21,7 +21,8 @@ import torch
 
 from sortrl.core import files
 from sortrl.core.errors import SortRLError
-from sortrl.experiments.bench import games, growth, operators, policies
+from sortrl.core.workers import cores
+from sortrl.experiments.bench import games, growth, operators, policies, spread
 from sortrl.experiments.bench.attacked import attacked_play
 from sortrl.experiments.bench.operators import Shape
 from sortrl.experiments.bench.policies import Size
@@ -44,6 +45,7 @@ class Plan:
     inference_batches: tuple[int, ...] = (1, 64)
     attacked: Size = field(default_factory=lambda: Size(batch=64))
     games: int = 64
+    pieces: int = 24
     scaling_middle: Shape = (512, 640, 640)
     scaling_sizes: tuple[int, ...] = (64, 128, 256, 512, 1024)
     compiled: bool = True
@@ -56,6 +58,7 @@ QUICK = Plan(
     inference_batches=(1, 4),
     attacked=Size(width=24, depth=3, batch=4),
     games=0,  # new processes alone would take seconds
+    pieces=0,
     scaling_middle=(8, 16, 16),
     scaling_sizes=(16, 256),
     compiled=False,
@@ -69,7 +72,7 @@ def run(
     if repeats < MIN_REPEATS:
         raise SortRLError(f"bench: {repeats} repeats, expected at least {MIN_REPEATS}: the best of fewer is noise.")
     threads = torch.get_num_threads()
-    torch.set_num_threads(_cores())
+    torch.set_num_threads(cores())
     try:
         return _run(QUICK if quick else Plan(), quick, repeats, progress or (lambda _: None))
     finally:
@@ -94,10 +97,13 @@ def _run(plan: Plan, quick: bool, repeats: int, progress: Callable[[str], None])
     rows.append(attacked_play(plan.attacked, repeats))
     progress(_line(rows[-1]))
     for case_of in (games.random_play, games.teach_step) if plan.games else ():
-        played = case_of(plan.games, _cores(), repeats)
+        played = case_of(plan.games, cores(), repeats)
         if played is not None:
             rows.append(played)
             progress(_line(rows[-1]))
+    if plan.pieces:
+        rows.append(spread.shared_out(plan.pieces, cores(), repeats))
+        progress(_line(rows[-1]))
     scaling = growth.scaling(plan.scaling_middle, plan.scaling_sizes, repeats, generator)
     progress("scaling measured")
     memory = growth.memory(plan.policy)
@@ -131,7 +137,7 @@ def machine() -> dict[str, Any]:
         own = "not installed"
     return {
         "cpu": _cpu_model(),
-        "cores": _cores(),
+        "cores": cores(),
         "isa": cpu.select().isa,
         "threads": torch.get_num_threads(),
         "omp_wait_policy": os.environ.get("OMP_WAIT_POLICY"),
@@ -156,11 +162,6 @@ def _two_digits(ratio: float) -> str:
 
 def _line(case: dict[str, Any]) -> str:
     return f"{case['op']} {tuple(case['shape'])}: {1e3 * case['ours_s']:.3g} ms, {_speed_ups(case)}"
-
-
-def _cores() -> int:
-    """The cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _cpu_model() -> str:
