@@ -9,7 +9,7 @@
 namespace sortrl::SORTRL_ISA {
 
 extern const Kernels kernels;
-const Kernels kernels = {kLanes,       max_forward,   max_backward, lp_forward, lp_backward,
-                         sort_forward, sort_backward, sort_bounds,  limit};
+const Kernels kernels = {kLanes,      max_forward,  max_backward,  max_bounds,  lp_forward,
+                         lp_backward, sort_forward, sort_backward, sort_bounds, limit};
 
 }  // namespace sortrl::SORTRL_ISA

@@ -29,6 +29,7 @@ struct Kernels {
   int lanes;
   void (*max_forward)(const Problem&, float* y);
   void (*max_backward)(const Problem&, const float* y, const float* grad, float* grad_x, float* grad_w);
+  void (*max_bounds)(const Box&, float* y_lo, float* y_hi);
   void (*lp_forward)(const Problem&, float p, float* y);
   void (*lp_backward)(const Problem&, float p, const float* y, const float* grad, float* grad_x, float* grad_w);
   void (*sort_forward)(const Problem&, const float* mix, int64_t top, float* y);

@@ -1,4 +1,4 @@
-// The max layer, y[b, k] = max_i |x[b, i] - w[k, i]|, and its gradient. (For its range over a box, see sort.h.)
+// The max layer, y[b, k] = max_i |x[b, i] - w[k, i]|, its gradient, and its range over a box.
 #pragma once
 
 #include <cmath>
@@ -133,6 +133,78 @@ inline void max_backward(const Problem& problem, const float* y, const float* gr
         const float g = grad[b * out + k];
         grad_w[k * in + i] -= with_sign(g, problem.x[b * in + i] - problem.w[k * in + i]);
       }
+  });
+}
+
+// The range over a box, for R rows against a panel. With a = lo - w and b = hi - w, the nearest point of an interval is
+// max(0, a, -b) away and the farthest one max(b, -a): both need the same two differences, four maxima of them, and no
+// absolute value. Rounding is monotone and symmetric, so the results are those of the corners themselves.
+template <int R>
+inline void accumulate_box(const float* const* lo, const float* const* hi, const float* panel, int64_t inputs,
+                           float* near, float* far) {
+  V max_a[R][kVectors], min_a[R][kVectors], max_b[R][kVectors], min_b[R][kVectors];
+#pragma GCC unroll 8
+  for (int r = 0; r < R; ++r)
+#pragma GCC unroll 2
+    for (int v = 0; v < kVectors; ++v) {
+      max_a[r][v] = load(near + r * kWidth + v * kLanes);
+      max_b[r][v] = load(far + r * kWidth + v * kLanes);
+      min_a[r][v] = min_b[r][v] = V{};
+    }
+  for (int64_t i = 0; i < inputs; ++i) {
+    V w[kVectors];
+#pragma GCC unroll 2
+    for (int v = 0; v < kVectors; ++v) w[v] = load(panel + i * kWidth + v * kLanes);
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r) {
+      const V from = broadcast(lo[r][i]), to = broadcast(hi[r][i]);
+#pragma GCC unroll 2
+      for (int v = 0; v < kVectors; ++v) {
+        const V a = from - w[v], b = to - w[v];
+        max_a[r][v] = maximum(max_a[r][v], a);
+        min_a[r][v] = minimum(min_a[r][v], a);
+        max_b[r][v] = maximum(max_b[r][v], b);
+        min_b[r][v] = minimum(min_b[r][v], b);
+      }
+    }
+  }
+#pragma GCC unroll 8
+  for (int r = 0; r < R; ++r)
+#pragma GCC unroll 2
+    for (int v = 0; v < kVectors; ++v) {
+      store(near + r * kWidth + v * kLanes, maximum(-min_b[r][v], max_a[r][v]));
+      store(far + r * kWidth + v * kLanes, maximum(-min_a[r][v], max_b[r][v]));
+    }
+}
+
+inline void max_bounds(const Box& box, float* y_lo, float* y_hi) {
+#if defined(__AVX512F__)
+  constexpr int kBoxRows = 3;  // four accumulators for every row and vector
+#else
+  constexpr int kBoxRows = 1;
+#endif
+  const Problem& problem = box.problem;
+  for_each_panel(problem, kWidth, kTaskRows, [&](const ForwardTask& task) {
+    const int64_t in = problem.in, n = task.row_end - task.row_begin;
+    Buffer<float> panel(kPanelSize), near(n * kWidth, 0.0f), far(n * kWidth, 0.0f);
+    for (int64_t from = 0; from < in; from += kInputBlock) {
+      const int64_t to = std::min(in, from + kInputBlock);
+      pack_panel(problem, *task.inputs, *task.outputs, task.first_output, kWidth, from, to, panel.data());
+      const float *lo[kBoxRows], *hi[kBoxRows];
+      for (int64_t b = 0, rows; b < n; b += rows) {
+        rows = n - b >= kBoxRows ? kBoxRows : 1;
+        for (int64_t r = 0; r < rows; ++r) {
+          lo[r] = problem.x + (task.row_begin + b + r) * in + from;
+          hi[r] = box.x_hi + (task.row_begin + b + r) * in + from;
+        }
+        const auto run = rows == 1 ? accumulate_box<1> : accumulate_box<kBoxRows>;
+        run(lo, hi, panel.data(), to - from, near.data() + b * kWidth, far.data() + b * kWidth);
+      }
+    }
+    for (int64_t b = 0; b < n; ++b) {
+      scatter_outputs(task, near.data() + b * kWidth, kWidth, y_lo + (task.row_begin + b) * problem.out);
+      scatter_outputs(task, far.data() + b * kWidth, kWidth, y_hi + (task.row_begin + b) * problem.out);
+    }
   });
 }
 

@@ -156,6 +156,15 @@ void sort_backward(nb::handle x, nb::handle w, int threads, nb::handle mix, nb::
   kernels.sort_backward(layer.problem, weights.weights, weights.top, from_grad, to.to_x, to.to_w);
 }
 
+void max_bounds(nb::handle lo, nb::handle hi, nb::handle w, int threads, nb::handle y_lo, nb::handle y_hi) {
+  const Layer layer(lo, w, threads, "lo");
+  const Argument upper("hi", hi), lower_result("y_lo", y_lo, true), upper_result("y_hi", y_hi, true);
+  const Box box{layer.problem, layer.like_x(upper)};
+  float *to_lo = layer.like_y(lower_result), *to_hi = layer.like_y(upper_result);
+  const Release release;
+  kernels.max_bounds(box, to_lo, to_hi);
+}
+
 void sort_bounds(nb::handle lo, nb::handle hi, nb::handle w, int threads, nb::handle mix, nb::handle y_lo,
                  nb::handle y_hi) {
   const Layer layer(lo, w, threads, "lo");
@@ -198,6 +207,7 @@ NB_MODULE(SORTRL_MODULE, m) {
   m.def("max_forward", max_forward, "x"_a, "w"_a, "in_keep"_a.none(), "out_keep"_a.none(), "threads"_a, "y"_a);
   m.def("max_backward", max_backward, "x"_a, "w"_a, "in_keep"_a.none(), "out_keep"_a.none(), "threads"_a, "y"_a,
         "grad"_a, "grad_x"_a.none(), "grad_w"_a.none());
+  m.def("max_bounds", max_bounds, "lo"_a, "hi"_a, "w"_a, "threads"_a, "y_lo"_a, "y_hi"_a);
   m.def("lp_forward", lp_forward, "x"_a, "w"_a, "in_keep"_a.none(), "out_keep"_a.none(), "threads"_a, "p"_a, "y"_a);
   m.def("lp_backward", lp_backward, "x"_a, "w"_a, "in_keep"_a.none(), "out_keep"_a.none(), "threads"_a, "p"_a, "y"_a,
         "grad"_a, "grad_x"_a.none(), "grad_w"_a.none());

@@ -433,8 +433,7 @@ inline void sort_backward(const Problem& problem, const float* mix, int64_t top,
   }
 }
 
-// Both layers grow with every |x_i - w_i|, so their range over a box is attained at the nearest and farthest points.
-// (The max layer is the sort layer with the mix {1}.)
+// The layer grows with every |x_i - w_i|, so its range over a box is attained at the nearest and farthest points.
 inline void sort_bounds(const Box& box, const float* mix, int64_t top, float* y_lo, float* y_hi) {
   const Problem& problem = box.problem;
   with_static_top(top, [&](auto k) {

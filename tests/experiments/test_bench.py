@@ -18,7 +18,7 @@ from sortrl.experiments.bench import games
 from sortrl.experiments.bench.attacked import AttackedPlay
 from sortrl.experiments.bench.operators import Limits
 from sortrl.experiments.bench.policies import MEASURED, Size, Step, make_policy, schedule_shares
-from sortrl.experiments.bench.rivals import CdistPolicy, broadcast_lp, by_sort, by_topk, masked_cdist
+from sortrl.experiments.bench.rivals import CdistPolicy, broadcast_bounds, broadcast_lp, by_sort, by_topk, masked_cdist
 from sortrl.experiments.bench.timing import Contender, disagreements, take_turns
 from sortrl.nets import truncated_mix
 from sortrl.ops import reference
@@ -68,6 +68,8 @@ def test_the_other_rivals_are_the_reference():
     x, w, mix = torch.randn(5, 17, generator=generator), torch.randn(3, 17, generator=generator), truncated_mix(0.3, 17)
     for p in (8.0, 1024.0):
         torch.testing.assert_close(broadcast_lp(x, w, p), reference.lp_dist(x, w, p))
+    lo, hi = x - 0.1, x + 0.1
+    torch.testing.assert_close(broadcast_bounds(lo, hi, w), torch.cat(reference.max_bounds(lo, hi, w), 1))
     for rival in (by_sort, by_topk):
         torch.testing.assert_close(rival(x, w, mix), reference.sort_dist(x, w, mix))
 
@@ -80,9 +82,9 @@ def test_results_have_the_schema_and_survive_strict_json(results, tmp_path):
     assert {"cpu", "cores", "isa", "threads", "torch", "python", "sortrl"} <= set(read["machine"])
     assert {"repeats", "slow_repeats", "seed"} <= set(read["config"])
     whole = {"train_step", "policy_infer", "attacked_play"}
-    wanted = {"max_forward", "sort_forward", "lp_forward", "lp_train", "sort_grad_x", *whole}
+    wanted = {"max_forward", "max_bounds", "sort_forward", "lp_forward", "lp_train", "sort_grad_x", *whole}
     assert {case["op"] for case in read["cases"]} == wanted
-    compiled = {"max_forward", "lp_forward", "lp_train"}  # torch.compile is not run in quick mode
+    compiled = {"max_forward", "max_bounds", "lp_forward", "lp_train"}  # torch.compile is not run in quick mode
     for case in read["cases"]:
         assert {"op", "shape", "p", "ours_s", "rivals", "limit_s", "wrong", "notes"} <= set(case)
         assert len(case["shape"]) == 3

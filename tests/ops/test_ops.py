@@ -122,6 +122,18 @@ def test_bounds_are_their_definition_and_hold(shape):
     torch.testing.assert_close(ops.max_dist(corner, w)[:, k], ops.max_bounds(lo, hi, w)[1][:, k])
 
 
+@pytest.mark.parametrize("shape", [*SHAPES, (7, 1100, 45)])
+@pytest.mark.parametrize("width", [0.0, 0.05, 3.0])
+def test_bounds_of_a_maximum_are_its_definition_to_the_bit(shape, width):
+    """Whole numbers among them: intervals that end at a weight, and corners at the same distance from it."""
+    x, w, _, _, _ = problem(*shape, masked=False)
+    for scale in (1.0, 1e-30, 1e30):
+        for lo, weights in ((scale * x, scale * w), ((2 * x).round() * scale, (2 * w).round() * scale)):
+            hi = lo + width * scale
+            for ours, exact in zip(ops.max_bounds(lo, hi, weights), reference.max_bounds(lo, hi, weights), strict=True):
+                assert torch.equal(ours.view(torch.int32), exact.view(torch.int32))
+
+
 @pytest.mark.parametrize("scale", [1e-20, 1e-6, 1e6, 1e15])
 @pytest.mark.parametrize("p", [2.0, 8.0, 16.0, 1000.0])
 def test_lp_dist_survives_any_magnitude(p, scale):
@@ -408,6 +420,7 @@ BAD_CALLS = {
     ),
     "mix: empty": ("sort_forward", (X, W, 1, torch.ones(0), Y), "mix has 0 weights"),
     "hi: size": ("sort_bounds", (X, X[:1], W, 1, MIX, Y, Y), r"hi is .* shape \(1, 3\)"),
+    "hi of a maximum: size": ("max_bounds", (X, X[:1], W, 1, Y, Y), r"hi is .* shape \(1, 3\)"),
     "limit": ("limit", (3, 1, 0.0), "op is 3"),
     "finite: type": ("all_finite", (X.double(),), "tensor is float64"),
 }

@@ -77,30 +77,33 @@ def sort_dist(x: Tensor, w: Tensor, mix: Tensor) -> Tensor:
 
 def max_bounds(lo: Tensor, hi: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
     """The exact range of ``max_dist(x, w)`` for x between ``lo`` and ``hi`` (no gradient on the kernel path)."""
-    return sort_bounds(lo, hi, w, torch.ones(1, dtype=w.dtype, device=w.device))
+    _check_box("max_bounds", lo, hi, w)
+    if _bounded_by_kernels(lo, hi):
+        return cpu.max_bounds(lo.contiguous(), hi.contiguous(), w.detach().contiguous())
+    return _box_in_slices(lambda a, b: reference.max_bounds(a, b, w), lo, hi, w)
 
 
 def sort_bounds(lo: Tensor, hi: Tensor, w: Tensor, mix: Tensor) -> tuple[Tensor, Tensor]:
     """The exact range of ``sort_dist(x, w, mix)`` (mix >= 0) for x between ``lo`` and ``hi``."""
-    _check_pair("sort_bounds", lo, w)
+    _check_box("sort_bounds", lo, hi, w)
     _check_mix("sort_bounds", lo, mix)
-    if lo.shape != hi.shape:
-        raise SortRLError(
-            f"sort_bounds: lo has shape {tuple(lo.shape)} and hi {tuple(hi.shape)}; a box needs equal shapes."
-        )
-    if not torch.compiler.is_compiling() and bool((lo > hi).any()):
-        raise SortRLError("sort_bounds: lo exceeds hi somewhere; swap them or check how the box was built.")
-    if (
-        backend_for(lo)[0] == "cpu"
-        and len(mix) <= MAX_TOP
-        and not (torch.is_grad_enabled() and (lo.requires_grad or hi.requires_grad))
-    ):
+    if _bounded_by_kernels(lo, hi) and len(mix) <= MAX_TOP:
         return cpu.sort_bounds(
             lo.contiguous(), hi.contiguous(), w.detach().contiguous(), mix.to(torch.float32).contiguous()
         )
+    return _box_in_slices(lambda a, b: reference.sort_bounds(a, b, w, mix), lo, hi, w)
+
+
+def _bounded_by_kernels(lo: Tensor, hi: Tensor) -> bool:
+    recording = torch.is_grad_enabled() and (lo.requires_grad or hi.requires_grad)
+    return backend_for(lo)[0] == "cpu" and not recording
+
+
+def _box_in_slices(
+    bounds: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]], lo: Tensor, hi: Tensor, w: Tensor
+) -> tuple[Tensor, Tensor]:
     rows = _slice_rows(w)
-    cuts = zip(torch.split(lo, rows), torch.split(hi, rows), strict=True)
-    parts = [reference.sort_bounds(a, b, w, mix) for a, b in cuts]
+    parts = [bounds(a, b) for a, b in zip(torch.split(lo, rows), torch.split(hi, rows), strict=True)]
     return torch.cat([a for a, _ in parts]), torch.cat([b for _, b in parts])
 
 
@@ -151,6 +154,14 @@ def _check_pair(name: str, x: Tensor, w: Tensor) -> None:
         )
     if x.device != w.device:
         raise SortRLError(f"{name}: x is on {x.device} and w on {w.device}; move one with .to().")
+
+
+def _check_box(name: str, lo: Tensor, hi: Tensor, w: Tensor) -> None:
+    _check_pair(name, lo, w)
+    if lo.shape != hi.shape:
+        raise SortRLError(f"{name}: lo has shape {tuple(lo.shape)} and hi {tuple(hi.shape)}; a box needs equal shapes.")
+    if not torch.compiler.is_compiling() and bool((lo > hi).any()):
+        raise SortRLError(f"{name}: lo exceeds hi somewhere; swap them or check how the box was built.")
 
 
 def _check_mix(name: str, x: Tensor, mix: Tensor) -> None:

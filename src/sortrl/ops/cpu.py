@@ -120,6 +120,12 @@ def sort_backward(
     return gx, gw
 
 
+def max_bounds(lo: Tensor, hi: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    y_lo, y_hi = _result(lo, w, None), _result(lo, w, None)
+    _kernels().max_bounds(lo, hi, w, torch.get_num_threads(), y_lo, y_hi)
+    return y_lo, y_hi
+
+
 def sort_bounds(lo: Tensor, hi: Tensor, w: Tensor, mix: Tensor) -> tuple[Tensor, Tensor]:
     y_lo, y_hi = _result(lo, w, None), _result(lo, w, None)
     _kernels().sort_bounds(lo, hi, w, torch.get_num_threads(), mix, y_lo, y_hi)

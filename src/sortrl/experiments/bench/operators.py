@@ -18,6 +18,7 @@ from sortrl.ops import cpu
 
 Shape = tuple[int, int, int]  # batch, in, out
 
+BOX = 0.05  # half the side of the boxes whose range is measured
 WINDOW_S, WINDOWS = 0.005, 10  # how long to run a register-only loop, and how often per turn
 LIMIT_MAX, LIMIT_POWER8, LIMIT_POWER8_TRAIN = 0, 1, 2  # csrc/kernels.h
 
@@ -93,6 +94,7 @@ def cases(main: Shape, larger: tuple[Shape, ...], compiled: bool, generator: tor
     """All operator cases: maxima at ``main`` and ``larger`` shapes, the others at ``main``."""
     for shape in (main, *larger):
         yield max_forward(shape, compiled, generator)
+    yield max_bounds(main, compiled, generator)
     yield sort_forward(main, generator)
     for p in (8.0, 1024.0):
         yield lp_forward(main, p, compiled, generator)
@@ -105,6 +107,21 @@ def max_forward(shape: Shape, compiled: bool, generator: torch.Generator) -> Cas
     others: dict[str, Callable[[], Tensor]] = {"cdist": lambda: torch.cdist(x, w, p=math.inf)}
     skipped = _add_compiled(others, rivals.broadcast_max, (x, w), compiled)
     return Case("max_forward", shape, None, lambda: ops.max_dist(x, w), others, LIMIT_MAX, skipped)
+
+
+def max_bounds(shape: Shape, compiled: bool, generator: torch.Generator) -> Case:
+    """The range over a box, as certificates by intervals need it. The limit is that of one point."""
+    x, w, _ = data(shape, generator)
+    lo, hi = x - BOX, x + BOX
+    others: dict[str, Callable[[], Tensor]] = {}
+    skipped = _add_compiled(others, lambda x, w: rivals.broadcast_bounds(x - BOX, x + BOX, w), (x, w), compiled)
+    others["reference"] = lambda: torch.cat(_reference_bounds(lo, hi, w), 1)
+    return Case("max_bounds", shape, None, lambda: torch.cat(ops.max_bounds(lo, hi, w), 1), others, LIMIT_MAX, skipped)
+
+
+def _reference_bounds(lo: Tensor, hi: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    with ops.use_backend("reference"):
+        return ops.max_bounds(lo, hi, w)
 
 
 def sort_forward(shape: Shape, generator: torch.Generator) -> Case:

@@ -23,6 +23,13 @@ def broadcast_max(x: Tensor, w: Tensor) -> Tensor:
     return (x[:, None, :] - w).abs().amax(2)
 
 
+def broadcast_bounds(lo: Tensor, hi: Tensor, w: Tensor) -> Tensor:
+    """Least and greatest ``broadcast_max(x, w)`` for x between ``lo`` and ``hi``, side by side."""
+    below, above = lo[:, None, :] - w, hi[:, None, :] - w
+    nearest = torch.maximum(below, -above).amax(2).clamp(min=0.0)
+    return torch.cat([nearest, torch.maximum(below.abs(), above.abs()).amax(2)], 1)
+
+
 def broadcast_lp(x: Tensor, w: Tensor, p: float) -> Tensor:
     """The textbook formula; p beyond 16 needs the division by the maximum, or float32 overflows."""
     distance = (x[:, None, :] - w).abs()
