@@ -29,6 +29,7 @@ struct ExchangeApi {
 
 constexpr int64_t kAny = -1;
 constexpr nb::dlpack::dtype kFloat = {uint8_t(nb::dlpack::dtype_code::Float), 32, 1};
+constexpr nb::dlpack::dtype kDouble = {uint8_t(nb::dlpack::dtype_code::Float), 64, 1};
 constexpr nb::dlpack::dtype kBool = {uint8_t(nb::dlpack::dtype_code::Bool), 8, 1};
 
 // Borrows: the caller's arguments live as long as the call. To be made and destroyed with the GIL held.
@@ -58,6 +59,13 @@ class Argument {
   float* floats() const { return static_cast<float*>(checked(kFloat, nullptr, 0)); }
   float* floats(std::initializer_list<int64_t> shape) const {
     return static_cast<float*>(checked(kFloat, shape.begin(), int(shape.size())));
+  }
+  // Of any shape with this many elements.
+  const double* doubles(int64_t count) const {
+    const auto* numbers = static_cast<const double*>(checked(kDouble, nullptr, 0));
+    if (elements() != count)
+      throw BadCall(std::string(name_) + " has " + std::to_string(elements()) + " numbers; expected " + std::to_string(count) + ".");
+    return numbers;
   }
   const uint8_t* bools(std::initializer_list<int64_t> shape) const {
     return static_cast<const uint8_t*>(checked(kBool, shape.begin(), int(shape.size())));

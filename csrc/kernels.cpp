@@ -4,12 +4,13 @@
 #include "limit.h"
 #include "lp.h"
 #include "max.h"
+#include "network.h"
 #include "sort.h"
 
 namespace sortrl::SORTRL_ISA {
 
 extern const Kernels kernels;
-const Kernels kernels = {kLanes,      max_forward,  max_backward,  max_bounds,  lp_forward,
-                         lp_backward, sort_forward, sort_backward, sort_bounds, limit};
+const Kernels kernels = {kLanes,       max_forward,   max_backward, max_bounds,   max_reach, lp_forward, lp_backward,
+                         sort_forward, sort_backward, sort_bounds,  read_network, limit};
 
 }  // namespace sortrl::SORTRL_ISA

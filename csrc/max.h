@@ -208,4 +208,33 @@ inline void max_bounds(const Box& box, float* y_lo, float* y_hi) {
   });
 }
 
+// used[i]: whether input i can be the maximum of some row and output while x moves within the box, `least` being the least
+// value of each maximum there (max_bounds). The farthest |x - w| of any other input is below it, so leaving those out changes
+// no maximum, nor which input is the first to attain it.
+inline void max_reach(const Box& box, const float* least, uint8_t* used) {
+  constexpr int64_t kBlock = 256;  // inputs
+  const Problem& problem = box.problem;
+  const int64_t in = problem.in;
+  parallel_for((in + kBlock - 1) / kBlock, problem.threads, [&](int64_t task) {
+    const int64_t from = task * kBlock, count = std::min(kBlock, in - from);
+    float ahead[kBlock + kLanes];  // by how much the farthest |x - w| exceeds the least maximum, at most
+    std::fill(ahead, ahead + kBlock + kLanes, -1.0f);
+    for (int64_t b = 0; b < problem.batch; ++b) {
+      const float *lo = problem.x + b * in + from, *hi = box.x_hi + b * in + from;
+      for (int64_t k = 0; k < problem.out; ++k) {
+        const float* w = problem.w + k * in + from;
+        const V bar = broadcast(least[b * problem.out + k]);
+        const auto raise = [&](V low, V high, V weight, int64_t i) {
+          const V far = maximum(high - weight, weight - low);
+          store(ahead + i, maximum(load(ahead + i), far - bar));
+        };
+        int64_t i = 0;
+        for (; i + kLanes <= count; i += kLanes) raise(load(lo + i), load(hi + i), load(w + i), i);
+        if (i < count) raise(load_first(lo + i, count - i), load_first(hi + i, count - i), load_first(w + i, count - i), i);
+      }
+    }
+    for (int64_t i = 0; i < count; ++i) used[from + i] = ahead[i] >= 0.0f;
+  });
+}
+
 }  // namespace sortrl::SORTRL_ISA

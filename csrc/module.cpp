@@ -165,6 +165,16 @@ void max_bounds(nb::handle lo, nb::handle hi, nb::handle w, int threads, nb::han
   kernels.max_bounds(box, to_lo, to_hi);
 }
 
+void max_reach(nb::handle lo, nb::handle hi, nb::handle w, int threads, nb::handle least, nb::handle used) {
+  const Layer layer(lo, w, threads, "lo");
+  const Argument upper("hi", hi), bars("least", least), result("used", used, true);
+  const Box box{layer.problem, layer.like_x(upper)};
+  const float* from_least = layer.like_y(bars);
+  auto* to = const_cast<uint8_t*>(result.bools({layer.problem.in}));
+  const Release release;
+  kernels.max_reach(box, from_least, to);
+}
+
 void sort_bounds(nb::handle lo, nb::handle hi, nb::handle w, int threads, nb::handle mix, nb::handle y_lo,
                  nb::handle y_hi) {
   const Layer layer(lo, w, threads, "lo");
@@ -197,6 +207,43 @@ std::vector<std::string> cpu_supports() {
 
 }  // namespace
 
+namespace SORTRL_ISA {  // Python knows classes by their names, and one process may load several sets
+
+// A policy that decides about one observation at a time; see Network in kernels.h.
+class PackedPolicy {
+ public:
+  explicit PackedPolicy(nb::bytes packed) try : network_(kernels.read_network(packed.c_str(), packed.size())) {
+  } catch (const std::invalid_argument& error) {
+    throw BadCall(error.what());
+  }
+
+  // (action, radius, runner-up), or None where only the ordinary way will do: for numbers of another type, to say
+  // what is wrong with an observation, and while another thread is being served. The mean and scale are the normaliser's.
+  nb::object decide(nb::handle observation, nb::handle mean, nb::handle scale, double clip, int threads) {
+    nb::ndarray<nb::ro, nb::c_contig, nb::device::cpu> array;
+    if (!nb::try_cast(observation, array) || int64_t(array.size()) != network_->observation_size()) return nb::none();
+    const nb::dlpack::dtype type = array.dtype();
+    const bool bytes = type == nb::dtype<uint8_t>(), single = type == nb::dtype<float>();
+    if (!bytes && !single && type != nb::dtype<double>()) return nb::none();
+    const Number number = bytes ? Number::kUint8 : single ? Number::kFloat32 : Number::kFloat64;
+    const Argument mean_argument("mean", mean), scale_argument("scale", scale);
+    const int64_t size = network_->observation_size();
+    const Units units = {mean_argument.doubles(size), scale_argument.doubles(size), clip};
+    Decision decision;
+    const Outcome outcome = [&] {
+      const Release release;
+      return network_->decide(array.data(), number, units, threads, &decision);
+    }();
+    if (outcome != Outcome::kDecided) return nb::none();
+    return nb::make_tuple(decision.action, decision.radius, decision.runner_up);
+  }
+
+ private:
+  std::unique_ptr<Network> network_;
+};
+
+}  // namespace SORTRL_ISA
+
 NB_MODULE(SORTRL_MODULE, m) {
   using namespace nb::literals;
   nb::exception<BadCall>(m, "BadCall", nb::module_::import_("sortrl.core.errors").attr("SortRLError"));
@@ -208,6 +255,7 @@ NB_MODULE(SORTRL_MODULE, m) {
   m.def("max_backward", max_backward, "x"_a, "w"_a, "in_keep"_a.none(), "out_keep"_a.none(), "threads"_a, "y"_a,
         "grad"_a, "grad_x"_a.none(), "grad_w"_a.none());
   m.def("max_bounds", max_bounds, "lo"_a, "hi"_a, "w"_a, "threads"_a, "y_lo"_a, "y_hi"_a);
+  m.def("max_reach", max_reach, "lo"_a, "hi"_a, "w"_a, "threads"_a, "least"_a, "used"_a);
   m.def("lp_forward", lp_forward, "x"_a, "w"_a, "in_keep"_a.none(), "out_keep"_a.none(), "threads"_a, "p"_a, "y"_a);
   m.def("lp_backward", lp_backward, "x"_a, "w"_a, "in_keep"_a.none(), "out_keep"_a.none(), "threads"_a, "p"_a, "y"_a,
         "grad"_a, "grad_x"_a.none(), "grad_w"_a.none());
@@ -215,6 +263,10 @@ NB_MODULE(SORTRL_MODULE, m) {
   m.def("sort_backward", sort_backward, "x"_a, "w"_a, "threads"_a, "mix"_a, "grad"_a, "grad_x"_a.none(),
         "grad_w"_a.none());
   m.def("sort_bounds", sort_bounds, "lo"_a, "hi"_a, "w"_a, "threads"_a, "mix"_a, "y_lo"_a, "y_hi"_a);
+  using SORTRL_ISA::PackedPolicy;
+  nb::class_<PackedPolicy>(m, "PackedPolicy")
+      .def(nb::init<nb::bytes>(), "packed"_a)
+      .def("decide", &PackedPolicy::decide, "observation"_a, "mean"_a, "scale"_a, "clip"_a, "threads"_a);
   m.def("limit", limit, "op"_a, "threads"_a, "seconds"_a);
 }
 

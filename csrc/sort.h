@@ -64,7 +64,7 @@ struct Search {
   const int64_t in, top, block, blocks;
   const bool by_blocks, with_lists;
   const int64_t width, stride;
-  Buffer<float> panel;     // (in, width): the weights of `width` outputs
+  const float* panel = nullptr;  // (in, width): the weights of `width` outputs
   Buffer<float> maxima;    // (kRows, blocks, width): the largest value of every block
   Buffer<float> queue;     // (in + 1, kLanes): values of the queued inputs
   Buffer<int32_t> queued;  // (in + 1): the queued inputs, ascending
@@ -75,18 +75,19 @@ struct Search {
 
   // Block maxima take two vectors of outputs at once. Strides are an odd number of cache lines: the same place of all
   // outputs must not fall into one set of the cache.
-  Search(int64_t in, int64_t top, bool with_codes)
-      : in(in), top(top), block(block_size(in)), blocks((in + block - 1) / block),
-        by_blocks(search_by_blocks(in, top, with_codes)), with_lists(by_blocks || with_codes), width(by_blocks ? kWidth : kLanes),
-        stride((((in + kLanes) / 16 + 1) | 1) * 16), panel(in * width), maxima(by_blocks ? kRows * blocks * width : 0),
+  Search(int64_t in, int64_t top, bool with_codes, bool by_blocks)
+      : in(in), top(top), block(block_size(in)), blocks((in + block - 1) / block), by_blocks(by_blocks), with_lists(by_blocks || with_codes), width(by_blocks ? kWidth : kLanes),
+        stride((((in + kLanes) / 16 + 1) | 1) * 16), maxima(by_blocks ? kRows * blocks * width : 0),
         queue(by_blocks ? 0 : (in + 1) * kLanes), queued(by_blocks ? 0 : in + 1),
         value(with_lists ? kLanes * stride : 0), code(with_lists ? kLanes * stride : 0) {}
 
-  void pack(const Problem& problem, const ForwardTask& task) {
+  // Pack the weights of `width` outputs, from the first of the task, into (in, width).
+  void pack(const Problem& problem, const ForwardTask& task, float* into) {
     const auto pack_to = [&](auto w) {  // faster with a constant width
-      pack_panel(problem, *task.inputs, *task.outputs, task.first_output, w(), 0, in, panel.data());
+      pack_panel(problem, *task.inputs, *task.outputs, task.first_output, w(), 0, in, into);
     };
     by_blocks ? pack_to(std::integral_constant<int64_t, kWidth>()) : pack_to(std::integral_constant<int64_t, kLanes>());
+    panel = into;
   }
 };
 
@@ -94,10 +95,11 @@ struct Search {
 template <class Run>
 void for_each_search(const Problem& problem, int64_t top, bool with_codes, int64_t max_rows, const Run& run) {
   for_each_panel(problem, kWidth, max_rows, [&](ForwardTask task) {
-    Search search(problem.in, top, with_codes);
+    Search search(problem.in, top, with_codes, search_by_blocks(problem.in, top, with_codes));
+    Buffer<float> panel(problem.in * search.width);
     const int64_t end = std::min(problem.out, task.first_output + kWidth);
     for (; task.first_output < end; task.first_output += search.width) {
-      search.pack(problem, task);
+      search.pack(problem, task, panel.data());
       run(task, search);
     }
   });
@@ -112,7 +114,7 @@ inline void block_maxima(const Distance& distance, const float* lo, const float*
     for (int64_t i = j * search.block; i < std::min(in, (j + 1) * search.block); ++i) {
       V w[kVectors];
 #pragma GCC unroll 2
-      for (int v = 0; v < kVectors; ++v) w[v] = load(search.panel.data() + i * kWidth + v * kLanes);
+      for (int v = 0; v < kVectors; ++v) w[v] = load(search.panel + i * kWidth + v * kLanes);
 #pragma GCC unroll 8
       for (int r = 0; r < R; ++r) {
         const V from = broadcast(lo[r * in + i]), to = broadcast(hi[r * in + i]);
@@ -287,7 +289,7 @@ inline void list_queue(const Lanes& at, V bar, Search& search) {
     const float* value = search.queue.data() + q * kLanes;
     const int32_t i = search.queued[q];
     int32_t code[kLanes];
-    const VI codes = input_codes(VI{} + i, broadcast(at.lo[i]) - load(search.panel.data() + i * kLanes));
+    const VI codes = input_codes(VI{} + i, broadcast(at.lo[i]) - load(search.panel + i * kLanes));
     std::memcpy(code, &codes, sizeof code);
     for (uint32_t lanes = lanes_at_least(load(value), bar); lanes; lanes &= lanes - 1) {
       const int l = __builtin_ctz(lanes);
@@ -302,7 +304,7 @@ inline void list_queue(const Lanes& at, V bar, Search& search) {
 template <int K, bool WithCodes, class Distance>
 __attribute__((noinline)) void top_k_by_queue(const Distance& distance, const Lanes& at, Search& search,
                                               V (&largest)[K], VI (&codes)[K]) {
-  const auto value_at = [distance, lo = at.lo, hi = at.hi, panel = search.panel.data()](int64_t i) {
+  const auto value_at = [distance, lo = at.lo, hi = at.hi, panel = search.panel](int64_t i) {
     return distance(broadcast(lo[i]), broadcast(hi[i]), load(panel + i * kLanes));
   };
   // With few inputs nearly all would be queued; but more than 16 registers leave none to compute values in between.

@@ -8,6 +8,7 @@ import math
 import subprocess
 import sys
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +22,7 @@ from sortrl.attacks.apgd import checkpoints
 from sortrl.attacks.base import Attack, Counter, Target
 from sortrl.core.errors import SortRLError
 from sortrl.core.normalizer import Normalizer
-from sortrl.nets import SortPolicy
+from sortrl.nets import Centre, SortPolicy
 from sortrl.teachers import Teacher
 
 DETERMINISTIC = ("fgsm", "pgd-10", "pgd-10-margin", "pgd-10-dlr", "pgd-10-p32", "targeted")
@@ -267,7 +268,7 @@ def test_memory_of_a_thousand_starts_is_bounded():
     program = """
 import json, re, torch
 from sortrl import attacks
-from sortrl.nets import SortPolicy
+from sortrl.nets import Centre, SortPolicy
 def status(name): return int(re.search(name + r":\\s+(\\d+)", open("/proc/self/status").read())[1]) * 1024
 policy, unit = SortPolicy((1, 84, 84), 4, width=640, depth=5, pool=4).eval().requires_grad_(False), torch.rand(64, 1, 84, 84)
 attacks.FGSM()(policy, unit[:1], 0.01)
@@ -621,3 +622,91 @@ class TestWhereUncertified:
         )
         assert torch.equal(plain.perturbed, wrapped.perturbed)
         assert plain.gradients == wrapped.gradients
+
+
+class Whole:
+    """A policy that does not say which numbers of its input can matter: searches see all of them."""
+
+    def __init__(self, policy):
+        self.scores, self.normalize, self.surrogate_scores = policy.scores, policy.normalize, policy.surrogate_scores
+        self.n_actions, self.obs_shape = policy.n_actions, policy.obs_shape
+
+
+IMAGES = {
+    "plain": {},
+    "crop and scale": {"crop": (1, 2, 3, 0), "scale": 2.0},
+    "pixels": {"pixels": tuple(range(0, 1800, 2))},
+    "ramps": {"pixels": (*range(900), *range(300)), "ramp_width": 0.3},
+}
+
+
+@cache
+def image_policy(kind: str) -> tuple[SortPolicy, Tensor]:
+    torch.manual_seed(0)
+    unit = torch.rand(200, 2, 30, 30)
+    policy = SortPolicy(unit.shape[1:], 4, width=40, depth=3, rho=0.0, **IMAGES[kind])
+    for part in policy.front:
+        if isinstance(part, Centre):
+            part.centres.uniform_(0, 1)
+    policy.eval().requires_grad_(False)
+    with torch.no_grad():
+        policy.calibrate(unit)
+        policy.bias.add_(policy.scores(unit).mean(0))
+    # Some that are broken easily, some that are not.
+    return policy, unit[
+        torch.from_numpy(policy.certify_unit(unit).radius).argsort()[[0, 1, 2, 3, 5, 7, *range(100, 106)]]
+    ]
+
+
+SEARCHES = (
+    attacks.PGD(10),
+    attacks.PGD(6, loss="margin", restarts=2, random_start=True),
+    attacks.Targeted(6),
+    attacks.RIFGSMMulti(60),
+)
+
+
+@pytest.mark.parametrize("attack", SEARCHES, ids=lambda attack: attack.name)
+@pytest.mark.parametrize("kind", IMAGES)
+def test_leaving_out_what_cannot_matter_changes_nothing_but_the_time(kind, attack):
+    policy, unit = image_policy(kind)
+    eps = torch.linspace(0.001, 0.03, len(unit))
+    low, high = torch.zeros_like(unit[0]), torch.full_like(unit[0], 0.95)  # some pixels lie beyond the valid range
+    cut = policy.near(unit - eps.reshape(-1, 1, 1, 1), unit + eps.reshape(-1, 1, 1, 1))
+    assert cut is not None, "nothing was left out"
+    assert len(cut[0]) < unit[0].numel() / 2
+    few, all_of_it = (attack(agent, unit, eps, low, high, seeded(3)) for agent in (policy, Whole(policy)))
+    assert torch.equal(few.perturbed, all_of_it.perturbed)
+    assert (few.action == all_of_it.action).all()
+    assert 0 < few.changed.sum() < len(unit), "an attack that always or never succeeds compares little"
+    assert (few.queries, few.gradients) == (all_of_it.queries, all_of_it.gradients)
+
+
+def test_worst_valued_starts_are_the_same_without_what_cannot_matter():
+    policy, unit = image_policy("plain")
+    values = SortPolicy(unit.shape[1:], 4, width=8, depth=2).eval().requires_grad_(False)
+    results = [
+        attacks.RIFGSMMultiT(values, 30)(agent, unit, 0.02, generator=seeded(3)) for agent in (policy, Whole(policy))
+    ]
+    assert torch.equal(results[0].perturbed, results[1].perturbed)
+    assert results[0].changed.any()
+
+
+@pytest.mark.parametrize("kind", IMAGES)
+@torch.no_grad()
+def test_scores_and_gradients_are_those_of_the_whole_policy_to_the_bit(kind):
+    policy, unit = image_policy(kind)
+    columns, network = policy.near(unit - 0.01, unit + 0.01)
+    for seed in range(5):
+        x = unit + 0.01 * (2 * torch.rand(unit.shape, generator=seeded(seed)) - 1)
+        part = x.flatten(1)[:, columns]
+        assert torch.equal(policy.scores(x), network.scores(part))
+        gradients = []
+        for agent, at in ((policy, x), (network, part)):
+            leaf = at.clone().requires_grad_()
+            with torch.enable_grad():
+                gradients.append(torch.autograd.grad(agent.scores(leaf)[:, 0].sum(), leaf)[0])
+        whole = torch.zeros_like(x).flatten(1)
+        whole[:, columns] = gradients[1]
+        assert torch.equal(gradients[0].flatten(1), whole)
+        assert (whole != 0).any()

@@ -178,6 +178,24 @@ def test_no_certified_action_can_be_changed(quarries):
     assert besieged >= PAIRS / SAMPLED
 
 
+def test_no_radius_of_a_single_observation_can_be_beaten(quarries):
+    """The same hunt on what ``predict_certified`` says of one observation at a time, by kernels of its own."""
+    pairs = 0
+    for quarry in quarries:
+        unit = quarry.unit[:: SAMPLED // 5]
+        raw = quarry.policy.normalizer.to_raw(unit).numpy()
+        unit = quarry.policy.normalize(raw)
+        decisions = [quarry.policy.predict_certified(obs) for obs in raw]
+        certificate = quarry.policy.certify_unit(unit)
+        assert [decision.action for decision in decisions] == certificate.action.tolist()
+        radius = torch.tensor([decision.radius for decision in decisions], dtype=torch.float64)
+        assert float(radius.median()) > 0.01, quarry.name
+        attacked, changed = hunt(quarry.policy, unit, radius, SWEEP, seed=2)
+        assert changed == 0, f"{quarry.name}: {changed} of {attacked} certified actions changed by {SWEEP.name}"
+        pairs += attacked
+    assert pairs >= PAIRS / 10
+
+
 @pytest.mark.slow
 def test_no_certified_action_can_be_changed_by_anything(quarries):
     pairs = 0

@@ -432,3 +432,20 @@ def test_a_wrong_call_of_a_kernel_is_an_error_and_not_a_crash(case):
     name, arguments, message = BAD_CALLS[case]
     with pytest.raises(TypeError if message == "incompatible" else SortRLError, match=message):
         getattr(cpu.select().module, name)(*arguments)
+
+
+@pytest.mark.parametrize("shape", [*SHAPES, (5, 1100, 7)])
+@pytest.mark.parametrize("width", [0.0, 0.1, 1.0])
+def test_inputs_out_of_reach_never_are_the_maximum(shape, width):
+    x, w, _, _, grad = problem(*shape, masked=False)
+    for scale in (1.0, 1e-30, 1e30):
+        lo, hi, weights = (x - width) * scale, (x + width) * scale, w * scale
+        used = ops.max_reach(lo, hi, weights)
+        assert torch.equal(used, reference.max_reach(lo, hi, weights))
+        inside = lo + torch.rand_like(x) * (hi - lo)
+        whole = with_gradients(lambda a, b: ops.max_dist(a, b), inside, weights, grad)
+        part = with_gradients(lambda a, b: ops.max_dist(a, b), inside[:, used], weights[:, used], grad)
+        assert torch.equal(whole[0], part[0])
+        assert torch.equal(whole[1][:, used], part[1])
+        assert not whole[1][:, ~used].any()
+    assert width > 0 or used.sum() <= shape[0] * shape[2]

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from sortrl.core.errors import SortRLError
 from sortrl.core.records import AttackResult, Policy
+from sortrl.ops import backend_for
 
 Loss = Callable[[Tensor], Tensor]
 """Scores (batch, actions) -> one number per state (batch,), which an attack increases."""
@@ -50,18 +51,27 @@ class Budget:
         return Budget(self.lo[index], self.hi[index])
 
 
+@dataclass
+class Tally:
+    """The cost of an attack, in states."""
+
+    queries: int = 0
+    gradients: int = 0
+
+
 class Counter:
     """Access to the policy that counts the cost of an attack: score and gradient evaluations, in states."""
 
-    def __init__(self, policy: Policy) -> None:
+    def __init__(self, policy: Any, tally: Tally | None = None) -> None:
+        """``policy``: has ``scores``, whatever else; ``tally``: where to count, if somebody counts already."""
         self.policy = policy
-        self.queries = 0
-        self.gradients = 0
+        self.tally = Tally() if tally is None else tally
 
     def scores(self, x: Tensor) -> Tensor:
-        self.queries += len(x)
+        self.tally.queries += len(x)
         with torch.no_grad():
-            return self.policy.scores(x)
+            scores: Tensor = self.policy.scores(x)
+        return scores
 
     def gradient(self, x: Tensor, loss: Loss, p: float | None = None) -> Tensor:
         """Gradient of ``loss(scores(x))`` with respect to x; see :meth:`gradient_and_scores`."""
@@ -72,7 +82,7 @@ class Counter:
 
         With ``p``, both are those of the policy's smooth finite-p surrogate; a policy that has none ignores ``p``.
         """
-        self.gradients += len(x)
+        self.tally.gradients += len(x)
         x = x.detach().requires_grad_(True)
         surrogate = None if p is None else getattr(self.policy, "surrogate_scores", None)
         with torch.enable_grad():
@@ -118,6 +128,31 @@ class Target:
             rows=self.rows[index],
         )
 
+    def near(self) -> Near | None:
+        """The search among the numbers of an input that can matter within eps of it; None where that saves nothing.
+
+        It covers what :meth:`uniform` and :meth:`project` give. Scores are the same to the bit, and gradients of the others are 0.
+        """
+        find = getattr(self.counter.policy, "near", None)
+        if find is None or backend_for(self.unit)[0] != "cpu":
+            return None
+        lo, hi = (
+            torch.minimum(self.budget.lo, self.unit - self.eps),
+            torch.maximum(self.budget.hi, self.unit + self.eps),
+        )
+        found = find(lo, hi)
+        if found is None:
+            return None
+        columns, network = found
+        cut = replace(
+            self,
+            counter=Counter(network, self.counter.tally),
+            unit=self.unit.flatten(1)[:, columns],
+            budget=Budget(self.budget.lo.flatten(1)[:, columns], self.budget.hi.flatten(1)[:, columns]),
+            eps=self.eps.reshape(-1, 1),
+        )
+        return Near(cut, columns)
+
     def project(self, x: Tensor) -> Tensor:
         """The nearest allowed inputs."""
         return self.budget.project(x)
@@ -137,6 +172,27 @@ class Target:
     def uniform(self) -> Tensor:
         """One point per state, uniform in its eps ball; not yet projected to the valid range."""
         return self.unit + self.eps * (2 * self.rand(*self.unit.shape[1:]) - 1)
+
+
+@dataclass(frozen=True)
+class Near:
+    """A target that has only some numbers of its inputs, flattened: those in ``columns``."""
+
+    target: Target
+    columns: Tensor
+
+    def subset(self, index: Tensor) -> Near:
+        return replace(self, target=self.target.subset(index))
+
+    def of(self, x: Tensor) -> Tensor:
+        """These numbers of whole inputs."""
+        return x.flatten(1)[:, self.columns]
+
+    def into(self, whole: Tensor, part: Tensor) -> Tensor:
+        """Whole inputs with these numbers replaced."""
+        flat = whole.flatten(1).clone()
+        flat[:, self.columns] = part
+        return flat.reshape(whole.shape)
 
 
 class Attack(ABC):
@@ -181,7 +237,7 @@ class Attack(ABC):
         if not bool((excess <= 0).all()):  # NaN must not pass
             raise SortRLError(f"{self.name}: a perturbation exceeds its budget by {float(excess.max())}; it is broken.")
         action = counter.scores(found).argmax(1)
-        return AttackResult(found, clean.numpy(), action.numpy(), counter.queries, counter.gradients)
+        return AttackResult(found, clean.numpy(), action.numpy(), counter.tally.queries, counter.tally.gradients)
 
     @abstractmethod
     def search(self, target: Target) -> Tensor:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from sortrl.attacks import losses
-from sortrl.attacks.base import Attack, Loss, Target, like
+from sortrl.attacks.base import Attack, Loss, Near, Target, like
 from sortrl.core.errors import SortRLError
 from sortrl.core.records import Policy
 
@@ -82,6 +83,17 @@ def climb(
     target: Target, x: Tensor, loss: Loss, steps: int, step_share: float, surrogate_p: float | None = None
 ) -> tuple[Tensor, Tensor]:
     """``steps`` signed steps up a loss: the latest iterate that changes the action (else the last), and which do."""
+    # What has no gradient stays where it is. (That of a smooth surrogate has no zeros.)
+    near = target.near() if surrogate_p is None and steps >= FEW_STEPS else None
+    if near is None:
+        return _climb(target, x, loss, steps, step_share, surrogate_p)
+    found, broken = _climb(near.target, near.of(x), loss, steps, step_share, None)
+    return near.into(x, found), broken
+
+
+def _climb(
+    target: Target, x: Tensor, loss: Loss, steps: int, step_share: float, surrogate_p: float | None
+) -> tuple[Tensor, Tensor]:
     found, broken = x, torch.zeros(len(target), dtype=torch.bool)
     step = step_share * target.eps
     for _ in range(steps):
@@ -156,14 +168,15 @@ class RIFGSMMulti(Attack):
 
     def search(self, target: Target) -> Tensor:
         found, left, done = target.unit.clone(), torch.arange(len(target)), 0
+        near = target.near()
         while done < self.starts and len(left) > 0:
             part = target.subset(left)
             # Doubling: most states that can be broken are broken by one of the first few starts.
             starts = min(self.starts - done, max(FIRST_STARTS, done), _at_once(part))
-            x, actions = _many_steps(part, starts)
+            take, actions = _many_steps(part, None if near is None else near.subset(left), starts)
             changed = actions != part.clean[:, None]
             broken = changed.any(1).nonzero().flatten()
-            found[left[broken]] = x[broken, changed[broken].int().argmax(1)]  # argmax: the first of them
+            found[left[broken]] = take(broken, changed[broken].int().argmax(1))  # argmax: the first of them
             left, done = left[~changed.any(1)], done + starts
         return found
 
@@ -194,35 +207,56 @@ class RIFGSMMultiT(Attack):
                 f"{self.name}: values have shape {tuple(values.shape)}, expected ({len(target)}, {n_actions})."
             )
         found, lowest = target.unit.clone(), torch.full((len(target),), math.inf)
-        everyone, size = torch.arange(len(target)), _at_once(target)
+        everyone, size, near = torch.arange(len(target)), _at_once(target), target.near()
         for done in range(0, self.starts, size):
-            x, actions = _many_steps(target, min(size, self.starts - done))
+            take, actions = _many_steps(target, near, min(size, self.starts - done))
             # Starts that do not change the action are ranked last, whatever their value.
             worth = values.gather(1, actions).masked_fill(actions == target.clean[:, None], math.inf)
             least, place = worth.min(1)
             better = least < lowest
-            found = torch.where(like(better, found), x[everyone, place], found)
+            found = torch.where(like(better, found), take(everyone, place), found)
             lowest = torch.minimum(least, lowest)
         return found
 
 
 def _random_step(target: Target, start: Tensor) -> Tensor:
     gradient = target.counter.gradient(start, losses.cross_entropy(target.clean))
-    return target.unit + (start - target.unit + RI_STEP * gradient.sign()).clamp(-target.eps, target.eps)
+    return _stepped(target, start, gradient.sign())
 
 
-def _many_steps(target: Target, starts: int) -> tuple[Tensor, Tensor]:
-    """RI-FGSM from several starts per state: projected inputs (states, starts, ...) and their actions (states, starts)."""
+def _stepped(target: Target, start: Tensor, sign: Tensor | float) -> Tensor:
+    return target.unit + (start - target.unit + RI_STEP * sign).clamp(-target.eps, target.eps)
+
+
+Take = Callable[[Tensor, Tensor], Tensor]
+
+
+def _many_steps(target: Target, near: Near | None, starts: int) -> tuple[Take, Tensor]:
+    """RI-FGSM from several starts per state: their actions (states, starts), and what gives the projected inputs of some of
+    them, one for each of some states."""
     shape = target.unit.shape[1:]
-    repeated = target.subset(torch.arange(len(target)).repeat_interleave(starts))
     # One draw per start, so that results do not depend on the number of starts per batch.
-    draws = torch.stack([target.rand(*shape) for _ in range(starts)], dim=1).flatten(0, 1)
-    begin = repeated.unit + repeated.eps * (2 * draws - 1)
-    x = repeated.project(_random_step(repeated, begin))
-    actions = target.counter.scores(x).argmax(1)
-    return x.reshape(len(target), starts, *shape), actions.reshape(len(target), starts)
+    draws = [target.rand(*shape) for _ in range(starts)]
+    some = torch.stack(draws if near is None else [near.of(draw) for draw in draws], dim=1).flatten(0, 1)
+    part = target if near is None else near.target
+    repeated = part.subset(torch.arange(len(target)).repeat_interleave(starts))
+    x = repeated.project(_random_step(repeated, repeated.unit + repeated.eps * (2 * some - 1)))
+    actions = repeated.counter.scores(x).argmax(1).reshape(len(target), starts)
+    ends = x.reshape(len(target), starts, *x.shape[1:])
+
+    def take(states: Tensor, places: Tensor) -> Tensor:
+        end = ends[states, places]
+        if near is None:
+            return end
+        chosen = target.subset(states)  # where there is no gradient, a step leads nowhere
+        drawn = [draws[place][state] for state, place in zip(states.tolist(), places.tolist(), strict=True)]
+        begin = chosen.unit + chosen.eps * (2 * torch.stack(drawn) - 1) if drawn else chosen.unit
+        return near.into(chosen.project(_stepped(chosen, begin, 0.0)), end)
+
+    return take, actions
 
 
+FEW_STEPS = 5  # from so many on, finding out which numbers of an input can matter costs less than it saves
 FIRST_STARTS = 8
 CHUNK_STATES = 4096  # inputs that go through the policy at once ...
 CHUNK_VALUES = 1 << 22  # ... and the numbers they may hold: some ten tensors of this size exist at a time

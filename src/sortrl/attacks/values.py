@@ -35,11 +35,7 @@ class Transfer(Attack):
 
     def search(self, target: Target) -> Tensor:
         _check_same_units(self.name, self.source, target.counter.policy)
-        counter = Counter(self.source)
-        found = self.inner.search(replace(target, counter=counter))
-        target.counter.queries += counter.queries
-        target.counter.gradients += counter.gradients
-        return found
+        return self.inner.search(replace(target, counter=Counter(self.source, target.counter.tally)))
 
 
 @dataclass(frozen=True)

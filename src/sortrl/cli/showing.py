@@ -102,23 +102,33 @@ def report(run: Annotated[Path, tyro.conf.Positional]) -> None:
 
 def export(
     run: Annotated[Path, tyro.conf.Positional],
-    onnx: Path,
+    onnx: Path | None = None,
+    c: Path | None = None,
     imports: Import = None,
 ) -> None:
-    """Write the policy of a run as an ONNX file: raw observation in; action, scores and certified radius out.
+    """Write the policy of a run for other programs: raw observation in; action and certified radius out.
 
     Args:
         run: Directory of a run, or zoo:NAME.
-        onnx: File to write.
+        onnx: ONNX file to write.
+        c: Directory for a packed policy and C sources that a robot can link, with an example and its Makefile.
         imports: Import this module first: the one that registers the run's environment.
     """
     from sortrl.nets import sort_layers_only
     from sortrl.nets.onnx import export_onnx
+    from sortrl.nets.packed import export_c
     from sortrl.runs.run import read_run
 
     use_module(imports)
-    export_onnx(sort_layers_only(read_run(run)[1], "Exporting to ONNX"), onnx)
-    print(f"onnx: {onnx}")
+    if onnx is None and c is None:
+        raise SortRLError("export: nothing to write. Choose --onnx FILE, --c DIR or both.")
+    policy = sort_layers_only(read_run(run)[1], "Exporting")
+    if onnx is not None:
+        export_onnx(policy, onnx)
+        print(f"onnx: {onnx}")
+    if c is not None:
+        export_c(policy, c)
+        print(f"c: {c} (make -C {c} builds the example)")
 
 
 def tasks() -> None:

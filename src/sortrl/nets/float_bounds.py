@@ -209,25 +209,6 @@ def margin_radius(
     return certain
 
 
-def decide_one(network: Network, bound: ErrorBound, unit: Tensor) -> tuple[int, float, int, float]:
-    """Action, radius, runner-up and margin of a single state (1, ...), in plain numbers.
-
-    The same as for a batch; but here arrays would cost more than what is computed with them.
-    """
-    front, hidden, (y, scores) = _trace(network, unit, bound.front)
-    (distances,), (values,) = y.tolist(), scores.tolist()
-    magnitudes = [part.item() for part in front]
-    if hidden:
-        magnitudes += _largest_of_each(hidden)[0].tolist()
-    magnitudes += [max(map(abs, distances)), max(map(abs, values))]
-    first, second = sorted(range(len(values)), key=values.__getitem__, reverse=True)[:2]  # of equals, the first
-    margin = values[first] - values[second]
-    at_state = sum(m * weight for m, weight in zip(magnitudes, bound.per_magnitude, strict=True)) + bound.constant
-    radius, slack = bound.radius_and_slack(at_state, margin)
-    sure = radius > SMALLEST_RADIUS and slack < LARGEST_ERROR and bound.in_range(max(magnitudes), radius)
-    return first, radius if sure else 0.0, second, margin
-
-
 def score_bounds(network: Network, lo: Tensor, hi: Tensor, known: ErrorBound | None = None) -> tuple[Tensor, Tensor]:
     """Bounds (batch, actions), float64, on the scores computed for any input of the boxes [lo, hi]: interval propagation.
 

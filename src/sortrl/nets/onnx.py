@@ -36,8 +36,7 @@ def export_onnx(policy: SortPolicy, path: str | Path) -> None:
     onnx = _onnx()
     graph = _Graph(onnx)
     unit = _normalized(graph, policy)
-    network = policy.evaluation(thorough=True)
-    assert isinstance(network, SortEvaluation)
+    network = policy.sort_evaluation(thorough=True)
     scores, magnitudes = _network(graph, network, unit)
     _certificate(graph, network.bound, scores, magnitudes)
     kinds = onnx.TensorProto

@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import cast
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
+from sortrl import ops
 from sortrl.core.errors import SortRLError
 from sortrl.core.limits import require
 from sortrl.core.normalizer import Normalizer, as_array
 from sortrl.core.records import Decision
-from sortrl.nets.base import CertifiedPolicy, Decided, overflow, ranked
+from sortrl.nets.base import CertifiedPolicy, Decided, ranked
 from sortrl.nets.float_bounds import (
     RADIUS_DOWN,
     ROWS_AT_ONCE,
@@ -27,7 +29,6 @@ from sortrl.nets.float_bounds import (
     FrontEnd,
     FrontPart,
     box_around,
-    decide_one,
     error_bound,
     margin_radius,
     proven,
@@ -38,9 +39,14 @@ from sortrl.nets.float_bounds import (
 from sortrl.nets.front import AveragePool, BoundedConv, Centre, Crop, Pixels, Ramp, Scale
 from sortrl.nets.frozen import Copies, EvaluationNetwork, require_single
 from sortrl.nets.layers import MeanShift, SortConv, SortLinear
+from sortrl.nets.packed import packed, without_place
+from sortrl.ops import cpu
+from sortrl.ops.backend import backend_for
 
 REACH = 1.0  # behind ramps, radii are not sought beyond this; pixels are between 0 and 1
 BISECTIONS = 10
+WORTH_CUTTING = 512  # inputs of a first layer for which it pays to ask which of them count
+Module = TypeVar("Module", bound=nn.Module)
 
 
 @dataclass(frozen=True)
@@ -116,6 +122,29 @@ class SortEvaluation(EvaluationNetwork):
         self.layers: tuple[SortLinear, ...] = tuple(copies(cast("nn.ModuleList", policy.layers)))  # type: ignore[arg-type]
         self.shifts: tuple[MeanShift, ...] = tuple(copies(cast("nn.ModuleList", policy.shifts)))  # type: ignore[arg-type]
         self.bias = copies.tensor(policy, "bias")
+        self._normalizer = policy.normalizer  # not a copy: units are not part of the network
+
+    @cached_property
+    def _packed(self) -> Any:
+        """The network for single observations, in one call of the kernels; None where there is none."""
+        kernels, units = cpu.select().module, self._normalizer
+        single = self._copies.types() == {torch.float32} and units.mean.dtype == torch.float64
+        if kernels is None or not single or without_place(self) is not None:
+            return None
+        return kernels.PackedPolicy(packed(self, self.bound, units))
+
+    def decide_one(self, observation: npt.NDArray[Any]) -> tuple[int, float, int] | None:
+        """Action, radius (that of the margin) and runner-up for a raw observation, to the bit those of :meth:`decide`.
+
+        None where the kernels cannot serve, also where the observation is wrong: what to say is known elsewhere.
+        """
+        if backend_for(self.bias)[0] != "cpu" or self._packed is None:
+            return None
+        units = self._normalizer
+        decided: tuple[int, float, int] | None = self._packed.decide(
+            observation, units.mean, units.scale, units.clip, torch.get_num_threads()
+        )
+        return decided
 
     @cached_property
     def bound(self) -> ErrorBound:
@@ -193,6 +222,49 @@ class SortEvaluation(EvaluationNetwork):
 
     def proven(self, lo: Tensor, hi: Tensor, action: Tensor) -> Tensor:
         return proven(self, lo, hi, action, self.bound)
+
+    def near(self, lo: Tensor, hi: Tensor) -> tuple[Tensor, SortEvaluation] | None:
+        """The network for inputs between ``lo`` and ``hi`` alone: which numbers of an input it needs, and the rest of it.
+
+        Of a wide image few pixels can be the maximum of a unit of the first layer while it moves a little; without the others
+        scores and gradients are the same to the bit. None where that does not pay: the first layer is narrow, sees patches or
+        sorts, a front end computes with several numbers at once, or most of them count.
+        """
+        first, front = self.layers[0], self.front
+        wide = first.weight.shape[1] >= WORTH_CUTTING and type(first) is SortLinear and len(first.mix) == 1
+        if not wide or any(isinstance(part, (AveragePool, BoundedConv)) for part in front):
+            return None
+        places = torch.arange(lo[0].numel()).reshape(1, *lo.shape[1:])
+        for part in front:
+            lo, hi = part(lo), part(hi)
+            places = part(places) if isinstance(part, (Crop, Pixels)) else places
+        kept = ops.max_reach(lo.flatten(1), hi.flatten(1), first.weight).nonzero().flatten()
+        if 2 * len(kept) > first.weight.shape[1]:
+            return None
+        columns, picked = torch.unique(places.flatten()[kept], return_inverse=True)
+        cut = copy.copy(self)
+        cut.layers = (_twin(first, weight=first.weight[:, kept]), *self.layers[1:])
+        cut.front = (
+            _twin(Pixels((0,), 1), indices=picked),
+            *(_cut(part, kept, tuple(lo.shape[1:])) for part in front if not isinstance(part, (Crop, Pixels))),
+        )
+        return columns, cut
+
+
+def _cut(part: FrontPart, kept: Tensor, shape: tuple[int, ...]) -> FrontPart:
+    """A front end that computes number by number, for some of them."""
+    if isinstance(part, Centre):
+        return _twin(part, centres=part.centres[kept])
+    if isinstance(part, Scale):
+        return _twin(part, factor=part.factor.expand(shape).flatten()[kept])
+    return part
+
+
+def _twin(module: Module, **tensors: Tensor) -> Module:
+    """The same module with other tensors."""
+    twin = copy.copy(module)
+    twin.__dict__.update({name: tensor.contiguous() for name, tensor in tensors.items()})
+    return twin
 
 
 class SortPolicy(CertifiedPolicy):
@@ -374,25 +446,48 @@ class SortPolicy(CertifiedPolicy):
 
     def error_bound(self) -> ErrorBound:
         """Lipschitz constant and rounding errors: what certificates need of the fixed parts of the network."""
-        return self._sort_network(thorough=True).bound
+        return self.sort_evaluation(thorough=True).bound
 
-    def _sort_network(self, thorough: bool = False) -> SortEvaluation:
+    def sort_evaluation(self, thorough: bool = False) -> SortEvaluation:
+        """:meth:`evaluation`, whose kind is known."""
         network = self.evaluation(thorough)
         assert isinstance(network, SortEvaluation)
         return network
 
     @torch.no_grad()
-    def predict_certified(self, observation: npt.ArrayLike) -> Decision:
-        """Actions for raw observations, one or a batch, each with its certificate: the cost of one :meth:`predict`."""
+    def near(self, lo: Tensor, hi: Tensor) -> tuple[Tensor, SortEvaluation] | None:
+        """Places in a flattened unit-space input, and a network of scores for these places alone that agrees with
+        :meth:`scores` to the bit for all inputs of the boxes [lo, hi]; None where nothing would be saved."""
+        return self.sort_evaluation().near(lo, hi)
+
+    @torch.no_grad()
+    def predict(
+        self,
+        observation: npt.ArrayLike,
+        state: Any = None,
+        episode_start: Any = None,
+        deterministic: bool = True,
+    ) -> tuple[npt.NDArray[np.int64], Any]:
+        """Actions for raw observations, one or a batch, with Stable-Baselines3's signature (always deterministic)."""
         obs = as_array(observation, self.obs_shape)
-        network = self._sort_network()
-        if obs.shape == self.obs_shape and not network.has_ramps:
-            unit = self.normalize(obs[None])
-            action, radius, runner_up, margin = decide_one(network, network.bound, unit)
-            if not math.isfinite(margin):
-                raise overflow(unit)
-            return Decision(np.int64(action), np.float64(radius), np.int64(runner_up))
-        return super().predict_certified(observation)
+        decided = self.sort_evaluation().decide_one(obs) if obs.shape == self.obs_shape else None
+        if decided is None:
+            return super().predict(obs, state, episode_start, deterministic)
+        return np.int64(decided[0]), state  # type: ignore[return-value]  # as an array of actions gives it
+
+    @torch.no_grad()
+    def predict_certified(self, observation: npt.ArrayLike) -> Decision:
+        """Actions for raw observations, one or a batch, each with its certificate: the cost of one :meth:`predict`.
+
+        Behind ramps the boxes that prove the radius cost some ten times as much.
+        """
+        obs = as_array(observation, self.obs_shape)
+        network = self.sort_evaluation()
+        decided = network.decide_one(obs) if obs.shape == self.obs_shape and not network.has_ramps else None
+        if decided is None:
+            return super().predict_certified(obs)
+        action, radius, runner_up = decided
+        return Decision(np.int64(action), np.float64(radius), np.int64(runner_up))
 
     def export_onnx(self, path: str | Path) -> None:
         """Write the evaluation network as ONNX: raw observation in; action, scores and certified radius out.

@@ -7,6 +7,7 @@ function         ``y[b, k] =``                                          1-Lipsch
 ``lp_dist``      ``(sum_i |x[b,i] - w[k,i]|^p)^(1/p)``                   no (in^(1/p)): for training only
 ``sort_dist``    ``sum_j mix[j] * (j-th largest of |x[b] - w[k]|)``      sum(mix), when mix >= 0
 ``max_bounds``   range of ``max_dist`` over a box                        --
+``max_reach``    inputs that can be its maximum over a box               --
 ``sort_bounds``  range of ``sort_dist`` over a box                       --
 ===============  =====================================================  ==============================
 
@@ -36,7 +37,17 @@ from sortrl.ops import cpu, reference
 from sortrl.ops.backend import BACKENDS, backend_for, use_backend
 from sortrl.ops.dispatch import lp_dist_op, max_dist_op, sort_dist_op
 
-__all__ = ["BACKENDS", "backend_for", "lp_dist", "max_bounds", "max_dist", "sort_bounds", "sort_dist", "use_backend"]
+__all__ = [
+    "BACKENDS",
+    "backend_for",
+    "lp_dist",
+    "max_bounds",
+    "max_dist",
+    "max_reach",
+    "sort_bounds",
+    "sort_dist",
+    "use_backend",
+]
 
 MAX_TOP = 32  # the longest mix the kernels take; longer ones go to the reference
 
@@ -81,6 +92,28 @@ def max_bounds(lo: Tensor, hi: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
     if _bounded_by_kernels(lo, hi):
         return cpu.max_bounds(lo.contiguous(), hi.contiguous(), w.detach().contiguous())
     return _box_in_slices(lambda a, b: reference.max_bounds(a, b, w), lo, hi, w)
+
+
+def max_reach(lo: Tensor, hi: Tensor, w: Tensor) -> Tensor:
+    """Which inputs (in,) can be the maximum of some row and unit of ``max_dist(x, w)`` for x between ``lo`` and ``hi``.
+
+    Without the others ``max_dist`` and its gradient are the same within the box, to the bit.
+
+    >>> x, w = torch.tensor([[0.0, 1.0, 0.1]]), torch.tensor([[3.0, 1.0, 2.9], [0.0, -1.0, 0.0]])
+    >>> max_reach(x - 0.2, x + 0.2, w)
+    tensor([ True,  True,  True])
+    >>> max_reach(x - 0.05, x + 0.05, w)
+    tensor([ True,  True, False])
+    """
+    _check_box("max_reach", lo, hi, w)
+    if backend_for(lo)[0] == "cpu":
+        return cpu.max_reach(lo.detach().contiguous(), hi.detach().contiguous(), w.detach().contiguous())
+    rows = _slice_rows(w)
+    parts = zip(torch.split(lo, rows), torch.split(hi, rows), strict=True)
+    used = torch.zeros(lo.shape[1], dtype=torch.bool, device=lo.device)
+    for low, high in parts:
+        used |= reference.max_reach(low, high, w)
+    return used
 
 
 def sort_bounds(lo: Tensor, hi: Tensor, w: Tensor, mix: Tensor) -> tuple[Tensor, Tensor]:

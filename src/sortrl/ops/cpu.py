@@ -126,6 +126,12 @@ def max_bounds(lo: Tensor, hi: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
     return y_lo, y_hi
 
 
+def max_reach(lo: Tensor, hi: Tensor, w: Tensor) -> Tensor:
+    used = torch.empty(lo.shape[1], dtype=torch.bool)
+    _kernels().max_reach(lo, hi, w, torch.get_num_threads(), max_bounds(lo, hi, w)[0], used)
+    return used
+
+
 def sort_bounds(lo: Tensor, hi: Tensor, w: Tensor, mix: Tensor) -> tuple[Tensor, Tensor]:
     y_lo, y_hi = _result(lo, w, None), _result(lo, w, None)
     _kernels().sort_bounds(lo, hi, w, torch.get_num_threads(), mix, y_lo, y_hi)

@@ -69,6 +69,12 @@ def max_bounds(lo: Tensor, hi: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
     return nearest.amax(2), farthest.amax(2)
 
 
+def max_reach(lo: Tensor, hi: Tensor, w: Tensor) -> Tensor:
+    """Which inputs (in,) can be the maximum of some row and output of :func:`max_dist` while x is in the box."""
+    nearest, farthest = distance_box(lo, hi, w)
+    return (farthest >= nearest.amax(2, keepdim=True)).flatten(0, 1).any(0)
+
+
 def sort_bounds(lo: Tensor, hi: Tensor, w: Tensor, mix: Tensor) -> tuple[Tensor, Tensor]:
     """Exact range of :func:`sort_dist` over the box: the layer is monotone in every ``|x_i - w_i|``."""
     nearest, farthest = distance_box(lo, hi, w)
