@@ -60,6 +60,18 @@ def evaluation_row(policy, attack, eps, returns, radii=None, changed=0.0):
     ).to_json()
 
 
+def make_ladder():
+    """Three rungs, of which the middle one was kept."""
+    found = ((1, 0.05, 498.0, 431.0, 0.41), (2, 0.1, 492.0, 447.0, 0.62), (3, 0.2, 402.0, 377.0, 0.83))
+    rungs = [
+        {"rung": rung, "eps": eps, "clean": clean, "kept": (clean - 22) / 478, "error": 0.01}
+        | {"certified": certified, "attacked": attacked, "attack": "MinQ-10"}
+        for rung, eps, clean, attacked, certified in found
+    ]
+    known = {"eps": 0.1, "keep": 0.95, "episodes": 50, "random": 22.0, "teacher": 500.0, "teacher_attacked": 390.0}
+    return {**known, "chosen": 2, "rungs": rungs}
+
+
 def make_results(attacks=("PGD-10",)):
     """A results.json as ``sortrl robustify`` writes it, of numbers that are made up."""
     rng = np.random.default_rng(0)
@@ -118,6 +130,7 @@ def make_results(attacks=("PGD-10",)):
             "collect": {"states": 50000},
             "distill": {"steps": 1500, "soft": None},
         },
+        "ladder": make_ladder(),
         "data": {
             "states": 50000,
             "distinct": 49871,

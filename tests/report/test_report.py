@@ -65,9 +65,9 @@ def test_page_shows_every_figure_and_number(results, written):
     figures = [attrs["id"] for tag, attrs in _Tags(page).found if tag == "figure"]
     assert figures == list(KEYS)
     charts = [attrs for tag, attrs in _Tags(page).found if tag == "svg" and attrs.get("role") == "img"]
-    assert len(charts) >= 5
+    assert len(charts) >= 6
     assert all(attrs["aria-label"] for attrs in charts)
-    assert page.count("<figcaption>") == 5
+    assert page.count("<figcaption>") == 6
     student, attacked = results["evaluation"][1], results["evaluation"][5]
     share = math.floor(results["certificate"]["share"][5] * 1000) / 10
     assert f"Certified at ε = 0.1 in {share} % of the visited states; return {student['mean']:.4g} clean" in words
@@ -99,6 +99,21 @@ def test_page_shows_every_figure_and_number(results, written):
         assert name in words, name
     raw = math.floor(results["certificate"]["radius_median"] * 0.0973 * 1e4) / 1e4
     assert f"pole angle ±{raw:.4f} ±0.00973 0.0973" in words
+
+
+def test_the_frontier_shows_what_each_radius_costs(results):
+    chart = charts(read_run(results))[-1]
+    clean, attacked = chart.panels[0].lines
+    assert clean.x == attacked.x == (0.41, 0.62, 0.83)
+    assert (clean.y, attacked.y) == ((498.0, 492.0, 402.0), (431.0, 447.0, 377.0))
+    kept, needed = chart.panels[0].rules
+    assert (kept.at, kept.label) == (0.62, "kept: rung 2")
+    assert needed.at == pytest.approx(22 + 0.95 * 478)
+    assert "rung 3 (margins for ε = 0.2): 402" in chart.summary
+    assert "377 (MinQ-10)" in chart.summary
+    one = copy.deepcopy(results)
+    one["ladder"]["rungs"] = one["ladder"]["rungs"][1:2]
+    assert "frontier" not in [drawn.key for drawn in charts(read_run(one))]  # a point is no frontier
 
 
 def test_page_loads_nothing_and_follows_the_reader(written):
@@ -137,7 +152,7 @@ def test_render_is_deterministic(results, written, tmp_path):
     render(json.loads(json.dumps(results)), tmp_path)
     assert results == before
     files = sorted(path.relative_to(tmp_path) for path in tmp_path.rglob("*") if path.is_file())
-    assert len(files) == 7
+    assert len(files) == 8
     for file in files:
         assert (tmp_path / file).read_bytes() == (written[1] / file).read_bytes(), file
 
@@ -156,7 +171,7 @@ def test_hostile_names_are_shown_not_run(tmp_path):
     text = (tmp_path / "report.md").read_text(encoding="utf-8")
     assert "<script" not in re.sub(r"^    .*$", "", text, flags=re.MULTILINE)  # but for the command, a code block
     for row in [line for line in text.splitlines() if line.startswith("|")]:
-        assert len(re.findall(r"(?<!\\)\|", row)) in (5, 9)
+        assert len(re.findall(r"(?<!\\)\|", row)) in (5, 7, 9)
     assert "\x1b" not in page + text + "".join(summary_lines(hostile))
 
 
@@ -181,6 +196,8 @@ FREE_FORM = ("versions", "machine", "stage_seconds", "config")
 def _is_needed(path):
     if path[0] in FREE_FORM:
         return len(path) == 1 or path == ("config", "eps")
+    if path[0] == "ladder":  # of the preset auto alone
+        return path[-1] in {"chosen", "rungs", "random", "teacher", "keep", "rung", "clean", "attacked", "attack"}
     return not UNREAD.intersection(path) and (path[0] == "training" or path[-1] not in NULLABLE)
 
 
@@ -255,6 +272,7 @@ def test_optional_parts_may_be_absent(results, tmp_path):
     (tmp_path / "figures").mkdir()
     (tmp_path / "figures" / "episode.png").write_bytes(b"of an earlier run")
     bare = copy.deepcopy(results)
+    del bare["ladder"]
     bare["training"], bare["stage_seconds"] = [], {"teacher": None, "distill": 3.0}
     bare["certificate"] |= {"episode": None, "fully_certified_episodes": None}
     bare["data"] |= {"agreement": None, "certified": None, "held_out_states": None, "dagger_states": None}

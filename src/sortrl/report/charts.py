@@ -9,7 +9,7 @@ from sortrl.report.model import Row, Run
 from sortrl.report.numbers import number, percent, plus_minus, rounded_down, short
 
 MOST_POINTS = 500
-KEYS = ("return", "certified_share", "radius_histogram", "episode", "training")
+KEYS = ("return", "certified_share", "radius_histogram", "episode", "training", "frontier")
 _MARKS = {"teacher": "square", "student": "circle"}
 Floats = tuple[float, ...]
 
@@ -134,7 +134,14 @@ def _tidy(text: str) -> str:
 
 def charts(run: Run) -> list[Chart]:
     """Every chart for which the run has data, in the order of :data:`KEYS`."""
-    made = (return_chart(run), share_chart(run), histogram_chart(run), episode_chart(run), training_chart(run))
+    made = (
+        return_chart(run),
+        share_chart(run),
+        histogram_chart(run),
+        episode_chart(run),
+        training_chart(run),
+        frontier_chart(run),
+    )
     return [chart for chart in made if chart is not None]
 
 
@@ -354,3 +361,53 @@ def _weight_panel(steps: Axis, x: tuple[float, ...], values: list[float]) -> Pan
     ticks = tuple((float(power), short(10.0**power)) for power in range(low, high + 1, stride))
     shown = Axis("weight λ", low - 0.15, high + 0.15, ticks)
     return Panel(steps, shown, lines=(Line("", "ink", x, y),), height=0.4)
+
+
+def frontier_chart(run: Run) -> Chart | None:
+    """What each certified radius costs: the students that were tried, by the share that they certify."""
+    rungs = sorted(run.ladder, key=lambda rung: rung.certified)
+    if len(rungs) < 2 or run.needed is None:
+        return None
+    x = tuple(rung.certified for rung in rungs)
+    clean, attacked = tuple(rung.clean for rung in rungs), tuple(rung.attacked for rung in rungs)
+    low, high = min(*clean, *attacked, run.needed), max(*clean, *attacked, run.needed)
+    room = (high - low) * 0.12 or 1.0
+    names = [f"rung {rung.number} (margins for ε = {short(rung.eps)})" for rung in rungs]
+    lines = (
+        Line(
+            "clean",
+            "student",
+            x,
+            clean,
+            mark="circle",
+            tips=tuple(f"{name}: {number(rung.clean)}" for name, rung in zip(names, rungs, strict=True)),
+        ),
+        Line(
+            f"worst of the quick checks at ε = {short(run.eps)}",
+            "below",
+            x,
+            attacked,
+            dash=1,
+            mark="square",
+            tips=tuple(
+                f"{name}: {number(rung.attacked)} ({rung.attack})" for name, rung in zip(names, rungs, strict=True)
+            ),
+        ),
+    )
+    kept = next((rung for rung in rungs if rung.chosen), None)
+    rules = () if kept is None else (Rule("x", kept.certified, f"kept: rung {kept.number}"),)
+    panel = Panel(
+        axis(f"states certified at ε = {short(run.eps)}", max(0.0, min(x) - 0.02), max(x) + 0.02, percent=True),
+        axis("return", low - room, high + room, most=5),
+        lines=lines,
+        rules=(*rules, Rule("y", run.needed, "least clean return that keeps the skill")),
+    )
+    return Chart(
+        "frontier",
+        "Skill against certified share",
+        (panel,),
+        "Each point is a student of the ladder, on validation episodes: to the right more is certified, further up more is earned. The "
+        "one that is kept is the most certified of those that keep the skill and fall no deeper under attack than their teacher.",
+        "Returns of the students that were tried against their certified share. "
+        + " ".join(f"{line.label}: {'; '.join(line.tips)}." for line in lines),
+    )

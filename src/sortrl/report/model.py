@@ -143,6 +143,8 @@ class Run:
     settings: tuple[tuple[str, Settings], ...]
     gate: Gate | None = None
     ladder: tuple[Rung, ...] = ()
+    needed: float | None = None
+    """Of a ladder, the least clean return that keeps the skill."""
 
     def clean(self, policy: str) -> Row | None:
         return next((row for row in self.evaluation if row.policy == policy and row.is_clean), None)
@@ -210,6 +212,7 @@ def read_run(results: Mapping[str, Any]) -> Run:
         settings=tuple((name, top.object(name).flat()) for name in ("config", "policy", "data", "versions", "machine")),
         gate=_gate(top.object("gate")) if top.has("gate") else None,
         ladder=_ladder(top.object("ladder")) if top.has("ladder") else (),
+        needed=_needed(top.object("ladder")) if top.has("ladder") else None,
     )
     if run.clean("student") is None:
         raise SortRLError(
@@ -240,6 +243,11 @@ def _ladder(part: Reader) -> tuple[Rung, ...]:
         )
         for rung in part.objects("rungs")
     )
+
+
+def _needed(part: Reader) -> float:
+    random = part.number("random")
+    return random + part.number("keep", 0.0, 1.0) * (part.number("teacher") - random)
 
 
 def _row(row: Reader) -> Row:
