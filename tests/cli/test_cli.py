@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -131,6 +132,29 @@ def test_mistakes_give_one_clear_line(capsys, run, arguments, message):
     error = capsys.readouterr().err
     assert message in error
     assert "Traceback" not in error
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("arguments", [["--version"], ["tasks"], ["robustify", "--help"]])
+def test_output_that_nobody_reads_ends_the_command_quietly(arguments, unbuffered):
+    read, write = os.pipe()
+    os.close(read)
+    try:
+        environment = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
+        command = [sys.executable, "-m", "sortrl", *arguments]
+        ended = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True, env=environment)
+    finally:
+        os.close(write)
+    assert (ended.stderr, ended.returncode) == ("", 141)
+
+
+def test_a_broken_pipe_to_somebody_else_is_not_hidden(monkeypatch):
+    def broken():
+        raise BrokenPipeError
+
+    monkeypatch.setattr(cli, "COMMANDS", {"tasks": broken, "info": broken})
+    with pytest.raises(BrokenPipeError):
+        cli.main(["tasks"])
 
 
 def test_importing_prints_nothing_and_stays_light():
