@@ -78,7 +78,9 @@ def test_what_cannot_be_seen_is_refused():
         found_ramps(np.zeros((10, *SHAPE)), PIXELS)
     with pytest.raises(SortRLError, match="one scale"):
         found_ramps(screen(10).obs, Normalizer(np.zeros(SHAPE), 1.0 + np.arange(36).reshape(SHAPE)))
-    for other in ({"scale": 2.0}, {"pool": 2}, {"head": ()}, {"bounded_conv": ((4, 3, 1),)}):
+    with pytest.raises(SortRLError, match=r"pool is 2 for observations of shape \(36,\)"):
+        found_ramps(screen(10).obs.reshape(10, 36), Normalizer.from_pixels((36,)), pool=2)
+    for other in ({"scale": 2.0}, {"head": ()}, {"bounded_conv": ((4, 3, 1),)}):
         with pytest.raises(SortRLError, match="ramps are a front end of their own"):
             replace(CONFIG, **other)
 
@@ -95,6 +97,29 @@ def test_a_student_learns_through_ramps_and_certifies_the_gap():
     after = made.policy.certify(unseen)
     assert (before.action == after.action).all()
     assert (before.radius == after.radius).all()
+
+
+def test_of_pooled_images_the_ramps_are_those_of_blocks():
+    rng = np.random.default_rng(0)
+    obs = np.clip(rng.normal(120, 25, (4000, 1, 7, 6)), 0, 255).astype(np.uint8)
+    ramps = found_ramps(obs, Normalizer.from_pixels((1, 7, 6)), pool=2)
+    assert ramps.pixels.tolist() == list(range(9)), "the last row fills no block"
+    assert ramps.width * 255 == pytest.approx(12.5, abs=0.5), "means of four"
+    np.testing.assert_allclose(ramps.centres * 255, 120, atol=1)
+
+
+def test_a_student_of_pooled_images_sees_in_whole_ones_what_it_was_trained_on():
+    data = screen(3000)
+    made = distill(data, PIXELS, replace(CONFIG, pool=3, eps=1 / 255), held_out=screen(500, seed=1))
+    assert made.held_out["agreement"] > 0.97, "blocks of three columns do not straddle the middle"
+    ramps = found_ramps(data.obs, PIXELS, pool=3)
+    assert ramps.pixels.tolist(), "some blocks vary"
+    seen, normalizer, narrow = ramps.seen(data, PIXELS)
+    assert seen.obs.dtype == np.int16
+    whole = made.policy
+    front = whole.front(PIXELS(data.obs[:50])).numpy()
+    own = (normalizer(torch.from_numpy(seen.obs[:50])).numpy()[:, narrow.pixels] - narrow.centres) / narrow.width
+    np.testing.assert_allclose(front, np.clip(own, -narrow.limit, narrow.limit), atol=1e-5)
 
 
 def test_the_same_seed_gives_the_same_student_and_a_resume_changes_nothing(tmp_path):

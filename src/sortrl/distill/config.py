@@ -63,8 +63,8 @@ class DistillConfig:
     bounded_conv: tuple[tuple[int, int, int], ...] = ()
     """Convolutions with bounded weights before the sort layers: (channels, kernel, stride) each."""
     ramps: bool = False
-    """For images: see pixels through ramps (:mod:`sortrl.distill.ramps`), all constants of which are found in the data. eps stays
-    in units of pixels; scale, conv, bounded_conv, crop, pool and head then have no place."""
+    """For images: see pixels, or the blocks that ``pool`` makes of them, through ramps (:mod:`sortrl.distill.ramps`), all constants of
+    which are found in the data. eps stays in units of pixels; scale, conv, bounded_conv, crop and head then have no place."""
     p_end: float = 1024.0
     """The exponent that p rises to, before it is infinite."""
     scalar_learning_rate: float | None = None
@@ -104,10 +104,10 @@ class DistillConfig:
         for name in ("soft_targets", "worst_share"):
             if not 0 <= getattr(self, name) <= 1:
                 raise SortRLError(f"DistillConfig: {name} is {getattr(self, name)}, expected a share in [0, 1].")
-        plain = self.scale == 1.0 and not any(self.crop) and self.pool == 1
+        plain = self.scale == 1.0 and not any(self.crop)
         if self.ramps and not (plain and not self.conv and not self.bounded_conv and self.head is None):
             raise SortRLError(
-                "DistillConfig: ramps are a front end of their own; leave scale, crop, pool, conv, bounded_conv and head as they are."
+                "DistillConfig: ramps are a front end of their own; leave scale, crop, conv, bounded_conv and head as they are."
             )
         if self.worst_share > 0 and self.head is None:
             raise SortRLError(

@@ -59,7 +59,7 @@ def distill(
     generator = torch.Generator().manual_seed(seed)
     whole, ramps, narrow = normalizer, None, None
     if config.ramps:
-        ramps = found_ramps(demonstrations.obs, normalizer)
+        ramps = found_ramps(demonstrations.obs, normalizer, config.pool)
         demonstrations, normalizer, narrow = ramps.seen(demonstrations, normalizer)
     policy = _initial_policy(demonstrations, normalizer, config, generator, narrow)
     labels = torch.from_numpy(demonstrations.actions.astype(np.int64))

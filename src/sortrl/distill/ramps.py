@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch.nn.functional import avg_pool2d
 
 from sortrl.core.errors import SortRLError
 from sortrl.core.normalizer import Normalizer
@@ -29,38 +30,48 @@ TOLD = 0.5  # and what they tell from the background, at least, of what those ac
 LEVELS = 2  # ramps per pixel, at most
 CLIPPED = 1.5  # standard deviations at which pixels are clipped, where there are no gaps
 VARYING = 0.02  # of the largest deviation: pixels that vary less are left out there
+LARGEST_POOL = 11  # sums of blocks are kept in two bytes
 
 
 @dataclass(frozen=True)
 class Ramps:
-    """Places in flattened images, each with the centre of its ramp in unit space, and the shape of all ramps."""
+    """Places in flattened images (of blocks of pixels, if they are pooled), each with the centre of its ramp in unit space, and the
+    shape of all ramps."""
 
     pixels: npt.NDArray[np.int64]
     centres: npt.NDArray[np.float64]
     width: float
     limit: float
+    pool: int = 1
 
     def shape(self) -> dict[str, Any]:
         """Arguments of a policy that sees whole images."""
-        return {"pixels": tuple(self.pixels.tolist()), "ramp_width": self.width, "ramp_limit": self.limit}
+        pixels = tuple(self.pixels.tolist())
+        return {"pixels": pixels, "ramp_width": self.width, "ramp_limit": self.limit, "pool": self.pool}
 
     def seen(self, demonstrations: Demonstrations, normalizer: Normalizer) -> tuple[Demonstrations, Normalizer, Ramps]:
         """The data without the pixels that nobody sees, which makes training twice as fast; normaliser and ramps that fit them."""
         used, places = np.unique(self.pixels, return_inverse=True)
-        mean, scale = (part.flatten().numpy()[used] for part in (normalizer.mean, normalizer.scale))
-        flat = demonstrations.obs.reshape(len(demonstrations), -1)
-        columns = np.empty((len(flat), len(used)), flat.dtype)
-        for begin in range(0, len(flat), 4096):
-            columns[begin : begin + 4096] = flat[begin : begin + 4096][:, used]
-        narrow = replace(self, pixels=places.astype(np.int64))
+        obs, n = demonstrations.obs, self.pool**2
+        shift, unit = _pooled_units(normalizer, self.pool)
+        mean, scale = (n * part.flatten()[used] for part in (shift, unit))
+        columns = np.empty((len(obs), len(used)), obs.dtype if n == 1 else np.int16)
+        for begin in range(0, len(obs), 4096):
+            part = _sums(obs[begin : begin + 4096], self.pool)
+            columns[begin : begin + 4096] = part.reshape(len(part), -1)[:, used]
+        narrow = replace(self, pixels=places.astype(np.int64), pool=1)
         return replace(demonstrations, obs=columns, transitions=None), Normalizer(mean, scale, normalizer.clip), narrow
 
     def widened(self, narrow: SortPolicy, normalizer: Normalizer) -> SortPolicy:
         """The policy of whole images that sees of them what ``narrow`` was trained on."""
         shape = {name: getattr(narrow.config, name) for name in ("width", "depth", "rho", "mask_chunk")}
         policy = SortPolicy(normalizer.obs_shape, narrow.n_actions, **shape, **self.shape(), normalizer=normalizer)
-        own = {f"normalizer.{name}": value for name, value in normalizer.state_dict().items()}
-        policy.load_state_dict({**narrow.state_dict(), **own})
+        # The front end, whose parts have other numbers behind a pool, and the units are the policy's own.
+        learned = {
+            name: value for name, value in narrow.state_dict().items() if not name.startswith(("front", "normalizer"))
+        }
+        policy.load_state_dict({**policy.state_dict(), **learned})
+        self.put_into(policy)
         return policy.eval().requires_grad_(False)
 
     def put_into(self, policy: SortPolicy) -> None:
@@ -69,8 +80,10 @@ class Ramps:
         centre.centres.copy_(torch.from_numpy(self.centres))
 
 
-def found_ramps(obs: npt.NDArray[Any], normalizer: Normalizer) -> Ramps:
+def found_ramps(obs: npt.NDArray[Any], normalizer: Normalizer, pool: int = 1) -> Ramps:
     """The ramps for images of bytes (states, ...): across the widest gaps that tell what there is to see, or else wide ones.
+
+    With ``pool`` they are those for images (states, channels, height, width) of the means of blocks, which are all that is seen.
 
     >>> images = np.array([[0, 7], [0, 7], [200, 7], [200, 7]], np.uint8)
     >>> ramps = found_ramps(images, Normalizer.from_pixels((2,)))
@@ -79,11 +92,19 @@ def found_ramps(obs: npt.NDArray[Any], normalizer: Normalizer) -> Ramps:
     """
     if obs.dtype != np.uint8 or not len(obs):
         raise SortRLError(f"Ramps: {len(obs)} observations of {obs.dtype}, expected images of bytes (uint8).")
-    mean, scale = (part.flatten().numpy() for part in (normalizer.mean, normalizer.scale))
-    if scale.min() != scale.max():
+    if not 1 <= pool <= LARGEST_POOL or (pool > 1 and obs.ndim != 4):
         raise SortRLError(
-            f"Ramps: pixels are divided by {scale.min():g} to {scale.max():g}, expected one scale for all of them."
+            f"Ramps: pool is {pool} for observations of shape {obs.shape[1:]}, expected 1, or for images (channels, height, width) "
+            f"at most {LARGEST_POOL}."
         )
+    smallest, largest = float(normalizer.scale.min()), float(normalizer.scale.max())
+    if smallest != largest:
+        raise SortRLError(
+            f"Ramps: pixels are divided by {smallest:g} to {largest:g}, expected one scale for all of them."
+        )
+    mean, scale = (part.flatten() for part in _pooled_units(normalizer, pool))
+    if pool > 1:
+        obs = np.rint(_sums(_some(obs), pool) / pool**2).astype(np.uint8)
     counts = _counts(obs)
     total = _deviations(counts)
     if not total.any():
@@ -95,12 +116,12 @@ def found_ramps(obs: npt.NDArray[Any], normalizer: Normalizer) -> Ramps:
             kept = _different(obs, counts, found)
             pixels, centres = found.pixels[kept], found.centres[kept]
             # As wide as the narrowest gap: beyond wider ones nothing moves until what they have more is used up.
-            return Ramps(pixels, (centres - mean[pixels]) / scale[pixels], 2.0 * gap / float(scale[0]), 1.0)
+            return Ramps(pixels, (centres - mean[pixels]) / scale[pixels], 2.0 * gap / float(scale[0]), 1.0, pool)
     spread = np.sqrt(total / counts.sum(1))
     pixels = np.flatnonzero(spread > VARYING * spread.max())
     centres = (counts[pixels] @ np.arange(BYTES)) / counts[pixels].sum(1)
     width = float(np.sqrt((spread[pixels] ** 2).mean())) / float(scale[0])
-    return Ramps(pixels, (centres - mean[pixels]) / scale[pixels], width, CLIPPED)
+    return Ramps(pixels, (centres - mean[pixels]) / scale[pixels], width, CLIPPED, pool)
 
 
 def gap_centres(counts: npt.NDArray[np.int64], gap: float, levels: int, least: float) -> npt.NDArray[np.float64]:
@@ -118,13 +139,32 @@ def gap_centres(counts: npt.NDArray[np.int64], gap: float, levels: int, least: f
 
 
 def _some(obs: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """States spread over the data (states, pixels)."""
-    return obs[:: -(-len(obs) // STATES)].reshape(-1, int(np.prod(obs.shape[1:])))
+    """States spread over the data."""
+    return obs[:: -(-len(obs) // STATES)]
+
+
+def _sums(obs: npt.NDArray[Any], pool: int) -> npt.NDArray[Any]:
+    """Sums over blocks of images (states, channels, height, width), exact; rests at the borders are left out, as in pooling."""
+    if pool == 1:
+        return obs
+    n, channels, height, width = obs.shape
+    rows, columns = height // pool, width // pool
+    blocks = obs[:, :, : rows * pool, : columns * pool].reshape(n, channels, rows, pool, columns, pool)
+    sums: npt.NDArray[Any] = blocks.sum((3, 5), dtype=np.int16)
+    return sums
+
+
+def _pooled_units(normalizer: Normalizer, pool: int) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+    """Mean and scale of a normaliser, as they are of the means of blocks."""
+    shift, unit = (
+        (part if pool == 1 else avg_pool2d(part, pool)).numpy() for part in (normalizer.mean, normalizer.scale)
+    )
+    return shift, unit
 
 
 def _counts(obs: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
     """How often (pixels, 256) each pixel takes each value, in states spread over the data."""
-    flat = _some(obs)
+    flat = _some(obs).reshape(-1, int(np.prod(obs.shape[1:])))
     counts = np.empty((flat.shape[1], BYTES), np.int64)
     for begin in range(0, flat.shape[1], 512):
         columns = flat[:, begin : begin + 512].astype(np.int64)
@@ -179,7 +219,7 @@ def _different(obs: npt.NDArray[Any], counts: npt.NDArray[np.int64], found: _Fou
 
     Things move as a whole, so nearly half of the ramps tell nothing new, and each would give a perturbation one more chance.
     """
-    states = _some(obs)
+    states = _some(obs).reshape(-1, int(np.prod(obs.shape[1:])))
     shown: dict[bytes, tuple[float, int]] = {}
     for number, (pixel, centre) in enumerate(zip(found.pixels.tolist(), found.centres.tolist(), strict=True)):
         above = states[:, pixel] > centre
