@@ -15,7 +15,16 @@ from pathlib import Path
 from typing import Any
 
 from sortrl.core.files import write_text
-from sortrl.experiments import agents_lines, atari, baseline_lines, bench, compute_lines, procgen, teachers_lines
+from sortrl.experiments import (
+    agents_lines,
+    atari,
+    baseline_lines,
+    bench,
+    compute_lines,
+    leaderboard,
+    procgen,
+    teachers_lines,
+)
 from sortrl.experiments.cells import figure
 from sortrl.report.charts import episode_chart
 from sortrl.report.figures import save_png
@@ -252,6 +261,17 @@ def reached_table(results: dict[str, Any]) -> str:
     return "\n".join(teachers_lines(results))
 
 
+def leaderboard_table() -> str:
+    """The agents measured by the frozen protocols, with the filters that docs/assets/leaderboard.js brings to life."""
+    folder = ROOT / leaderboard.FOLDER
+    return leaderboard.page(leaderboard.read_board(folder)) if folder.is_dir() else ""
+
+
+def protocols_table() -> str:
+    """What each protocol fixes."""
+    return "\n".join(leaderboard.protocol_lines())
+
+
 TABLES = {
     "agents": ("agents", agents_table),
     "cartpole": ("cartpole", run_table),
@@ -274,9 +294,13 @@ TABLES = {
 }
 
 
+# Made from several files, or from the code.
+WITHOUT_FILE = {"summary": summary_table, "leaderboard": leaderboard_table, "protocols": protocols_table}
+
+
 def rendered(text: str) -> str:
     """Text with every table made anew; a table without its results file stays empty."""
-    tables = {"summary": summary_table}
+    tables = {**WITHOUT_FILE}
     for name, (source, table) in TABLES.items():
         path = ROOT / "results" / f"{source}.json"
         tables[name] = (lambda path=path, table=table: table(json.loads(path.read_text()))) if path.exists() else str

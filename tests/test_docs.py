@@ -146,7 +146,7 @@ def test_pages_show_the_committed_results():
 
 def test_every_table_is_shown_and_every_marker_has_one():
     markers = {name for page in PAGES for name in re.findall(r"<!-- ([\w-]+):begin -->", page.read_text())}
-    assert markers == {*render().TABLES, "summary", "layers"}
+    assert markers == {*render().TABLES, *render().WITHOUT_FILE, "layers"}
 
 
 def test_readme_is_one_page():

@@ -11,13 +11,16 @@ from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).resolve().parents[2]
 SHOWN = "assets/results"  # where results/ stands in the site
-_OUTSIDE = re.compile(r"\]\((?:\.\./)+(results/[\w.-]+|CHANGELOG\.md|CONTRIBUTING\.md|LICENSE|bench/README\.md)\)")
+_OUTSIDE = re.compile(
+    r"(\]\(|href=\")(?:\.\./)+(results/[\w./-]+|CHANGELOG\.md|CONTRIBUTING\.md|LICENSE|bench/README\.md)([)\"])"
+)
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Publish results/*.json and *.png, and the root's documents, beside the pages that link to them."""
-    for path in sorted((ROOT / "results").iterdir()):
-        files.append(File.generated(config, f"{SHOWN}/{path.name}", abs_src_path=str(path)))
+    """Publish what is in results/, and the root's documents, beside the pages that link to them."""
+    for path in sorted(found for found in (ROOT / "results").rglob("*") if found.is_file()):
+        name = path.relative_to(ROOT / "results").as_posix()
+        files.append(File.generated(config, f"{SHOWN}/{name}", abs_src_path=str(path)))
     for name in ("CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "bench/README.md"):
         target = f"assets/{name.replace('/', '-')}.txt"
         files.append(File.generated(config, target, abs_src_path=str(ROOT / name)))
@@ -29,8 +32,9 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     start = posixpath.dirname(page.file.src_uri)
 
     def inside(match: re.Match[str]) -> str:
-        name = match[1]
-        target = f"{SHOWN}/{Path(name).name}" if name.startswith("results/") else f"assets/{name.replace('/', '-')}.txt"
-        return f"]({posixpath.relpath(target, start or '.')})"
+        name = match[2]
+        shown = f"{SHOWN}/{name.removeprefix('results/')}"
+        target = shown if name.startswith("results/") else f"assets/{name.replace('/', '-')}.txt"
+        return f"{match[1]}{posixpath.relpath(target, start or '.')}{match[3]}"
 
     return _OUTSIDE.sub(inside, markdown)

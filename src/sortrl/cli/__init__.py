@@ -15,7 +15,7 @@ import tyro
 from sortrl.cli.interrupts import insistent_interrupts
 from sortrl.cli.judging import attack, certify, evaluate, verify
 from sortrl.cli.making import baseline, reproduce, robustify, teach, zoo
-from sortrl.cli.showing import bench, export, info, report, tasks, watch
+from sortrl.cli.showing import bench, export, info, leaderboard, report, tasks, watch
 from sortrl.core.errors import SortRLError
 
 HELP = "Turn a trained RL agent into one whose every decision carries a robustness certificate. (--version prints the version.)"
@@ -34,6 +34,7 @@ COMMANDS = {
         reproduce,
         teach,
         baseline,
+        leaderboard,
         tasks,
         zoo,
         bench,

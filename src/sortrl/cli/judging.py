@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
@@ -20,18 +20,37 @@ from sortrl.cli.common import (
 )
 from sortrl.core.errors import SortRLError
 
+if TYPE_CHECKING:
+    from sortrl.core.pieces import Engine
+    from sortrl.experiments.leaderboard import Kind
+
+
+USUAL = {"attack": "pgd-10", "eps": (0.0, 0.1), "episodes": 30, "seed": 0}  # of evaluate; a protocol fixes them
+
 
 def evaluate(
-    run: Annotated[Path, tyro.conf.Positional],
+    run: Annotated[Path | None, tyro.conf.Positional] = None,
     attack: str = "pgd-10",
     eps: tuple[float, ...] = (0.0, 0.1),
     episodes: int = 30,
     seed: int = 0,
+    protocol: str | None = None,
+    policy: str | None = None,
+    task: str | None = None,
+    name: str | None = None,
+    kind: Literal["SortRL", "threshold", "memory", "baseline", "teacher", "published", "outside"] = "outside",
+    out: Path = Path("results/leaderboard"),
+    work: Path = Path("runs/leaderboard"),
+    workers: int | None = None,
+    ray: Annotated[tuple[str, ...] | None, tyro.conf.arg(metavar="[ADDRESS]")] = None,
     threads: int | None = None,
     json: Path | None = None,
     imports: Import = None,
 ) -> None:
     """Returns under attack beside clean returns, the student's beside the teacher's.
+
+    With --protocol, an entry of the leaderboard: everything is measured as the protocol says, and the same command continues where
+    it was stopped.
 
     Args:
         run: Directory of a run, or zoo:NAME.
@@ -40,6 +59,16 @@ def evaluate(
         eps: Perturbation sizes, in the policy's input units.
         episodes: Episodes per point; the same for teacher and student.
         seed: Chooses the episodes.
+        protocol: Measure by this protocol (classic-1, minatar-1, atari84-1 or procgen-1) and write an entry of the leaderboard.
+        policy: In place of a run, package.module:load: a function that returns the policy (for the id of a task, if it takes one).
+        task: With --policy, only this task of the protocol [all for which there is a policy].
+        name: What the entry is called [the run's name, or module:load].
+        kind: With --policy, what the entry is called a kind of.
+        out: Folder of the leaderboard.
+        work: Where finished parts of an entry are kept.
+        workers: With --protocol, processes of one thread each that share out the attacks [this process alone].
+        ray: In place of them, a Ray cluster: the one at this address; without an address, the one running here, or else a local
+            one that is started for this command.
         threads: Threads to use [all cores].
         json: Write the rows here.
         imports: Import this module first: the one that registers the run's environment.
@@ -52,24 +81,79 @@ def evaluate(
 
     use_threads(threads)
     use_module(imports)
-    env_id, policy, teacher = read_run(run)
-    check_each_eps(policy, env_id, eps)
+    if protocol is not None:
+        given = {"attack": attack, "eps": eps, "episodes": episodes, "seed": seed}
+        fixed = [f"--{option}" for option, value in given.items() if value != USUAL[option]]
+        if fixed:
+            raise SortRLError(f"evaluate: {', '.join(fixed)} cannot be chosen with --protocol, which fixes it.")
+        spread = engine_of(workers, ray, usual=1, imports=imports)
+        _enter(run, policy, protocol, task, name, kind, out, work, spread, json)
+        return
+    if policy is not None or run is None:
+        raise SortRLError(
+            "evaluate: give the directory of a run or zoo:NAME; or --policy package.module:load with --protocol, to enter a policy of "
+            "your own into the leaderboard."
+        )
+    env_id, student, teacher = read_run(run)
+    check_each_eps(student, env_id, eps)
     chosen, rows = attacks.by_name(attack), []
     print(f"{'policy':<10}{'attack':<10}{'eps':>8}{'return':>20}{'changed':>10}{'certified':>11}")
     for size in dict.fromkeys((0.0, *eps)):
-        for name, agent in (("teacher", teacher), ("student", policy)):
+        for title, agent in (("teacher", teacher), ("student", student)):
             if agent is None:
                 continue
-            with stage(f"Evaluating the {name} at eps {size:g}", quiet=not sys.stderr.isatty()) as progress:
+            with stage(f"Evaluating the {title} at eps {size:g}", quiet=not sys.stderr.isatty()) as progress:
                 result = play(
-                    agent, env_id, chosen if size > 0 else None, size, episodes, seed, name=name, progress=progress
+                    agent, env_id, chosen if size > 0 else None, size, episodes, seed, name=title, progress=progress
                 )
             certified = "" if result.certified_share is None else f"{result.certified_share:.1%}"
             score = f"{result.mean:.1f} ± {result.sem:.1f}"
-            print(f"{name:<10}{result.attack:<10}{size:>8g}{score:>20}{result.changed_share:>10.1%}{certified:>11}")
+            print(f"{title:<10}{result.attack:<10}{size:>8g}{score:>20}{result.changed_share:>10.1%}{certified:>11}")
             rows.append(result.to_json())
     if json is not None:
         write_json(json, rows)
+
+
+def _enter(
+    run: Path | None,
+    policy: str | None,
+    protocol: str,
+    task: str | None,
+    name: str | None,
+    kind: Kind,
+    out: Path,
+    work: Path,
+    engine: Engine,
+    json: Path | None,
+) -> None:
+    """Entries of the leaderboard: of a run and its teacher, or of somebody's policy."""
+    from sortrl.core.files import write_json
+    from sortrl.experiments import leaderboard as board
+
+    if (run is None) == (policy is None):
+        raise SortRLError("evaluate --protocol: give either a run (or zoo:NAME) or --policy package.module:load.")
+    frozen = board.protocol_of(protocol)
+    if policy is not None:
+        entrants = board.of_loader(policy, frozen, task, name, kind)
+    else:
+        assert run is not None
+        entrants = board.of_run(run, task, name)
+    made = []
+    for entrant in entrants:
+        frozen.task(entrant.task)
+        other = board.same_agent(entrant, out)
+        if other not in (None, entrant.name):
+            print(f"{entrant.name}: on the board already, as {other}")
+            continue
+        made.append(board.enter(entrant, frozen, out, work, _to_stderr, engine))
+    print(board.text(board.Board(tuple(made))))
+    print(f"entries: {out}")
+    if json is not None:
+        write_json(json, made)
+
+
+def _to_stderr(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
 
 
 def attack(

@@ -100,6 +100,33 @@ def report(run: Annotated[Path, tyro.conf.Positional]) -> None:
     print(f"report: {path}")
 
 
+def leaderboard(
+    task: str | None = None,
+    protocol: str | None = None,
+    certified: bool = False,
+    folder: Path = Path("results/leaderboard"),
+    json: Path | None = None,
+) -> None:
+    """The agents that were measured by a frozen protocol, task by task, the best under its worst attack first.
+
+    Entries are made by sortrl evaluate --protocol. IQM: interquartile mean over episodes, with its 95 % bootstrap interval.
+
+    Args:
+        task: Only this task.
+        protocol: Only the tasks of this protocol.
+        certified: Only agents whose decisions carry certificates.
+        folder: Where the entries are, one file each.
+        json: Write the entries that are shown here.
+    """
+    from sortrl.core.files import write_json
+    from sortrl.experiments import leaderboard as board
+
+    found = board.read_board(folder).chosen(task, protocol, certified)
+    if json is not None:
+        write_json(json, found.entries)
+    print(board.text(found))
+
+
 def export(
     run: Annotated[Path, tyro.conf.Positional],
     onnx: Path | None = None,

@@ -53,6 +53,7 @@ class Found(_Measured, total=False):
     memories: int
     worst_attack: str
     acr: dict[str, float]
+    decision_seconds: float
     start: str
     decisions: int
     minutes: float

@@ -24,6 +24,7 @@ from sortrl.attacks import Attack
 from sortrl.certify import ACR_VARIANTS, acr, interval_radius, ladder
 from sortrl.core.errors import SortRLError
 from sortrl.core.files import locked, write_json
+from sortrl.core.records import Policy
 from sortrl.distill import PRESETS, SortRecipe
 from sortrl.envs import EnvInfo, EnvSlots, Episode, describe, play_episodes
 from sortrl.evaluate import provenance
@@ -234,17 +235,28 @@ def clipping(
 
 def clean_episodes(policy: CertifiedPolicy, env_id: str, episodes: int, seed: int) -> list[Tensor]:
     """The unit-space states (steps, *obs_shape) of greedy episodes without an attack."""
-    found: list[list[Tensor]] = [[] for _ in range(episodes)]
+    return [policy.normalize(states) for states in clean_observations(policy, env_id, episodes, seed)]
 
-    def act(playing: list[Episode]) -> list[int]:
+
+@torch.no_grad()
+def clean_observations(
+    policy: Policy, env_id: str, episodes: int, seed: int, most: int | None = None
+) -> list[npt.NDArray[Any]]:
+    """The raw observations (steps, *obs_shape) of greedy episodes without an attack; of each at most the first ``most``."""
+    found: list[list[npt.NDArray[Any]]] = [[] for _ in range(episodes)]
+
+    class Brief(Episode):
+        def given_up(self) -> bool:
+            return self.steps == most
+
+    def act(playing: list[Brief]) -> list[int]:
         (episode,) = playing
-        unit = policy.normalize(episode.obs[None])
-        found[episode.number].append(unit)
-        return [int(policy.scores(unit).argmax())]
+        found[episode.number].append(episode.obs)
+        return [int(policy.scores(policy.normalize(episode.obs[None])).argmax())]
 
     with EnvSlots(env_id, 1) as envs:  # one at a time: scores depend on the batch in their last bits
-        play_episodes(envs, episode_seeds(seed, episodes), act, Episode)
-    return [torch.cat(states) for states in found]
+        play_episodes(envs, episode_seeds(seed, episodes), act, Brief)
+    return [np.stack(states) for states in found]
 
 
 def smallest_attack(

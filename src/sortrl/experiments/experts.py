@@ -47,3 +47,11 @@ def expert(protocol: str, task: str, work: Path, published: Path | None) -> Teac
     folder = work / "teachers" / f"{task}-{'normalised' if normalise else 'raw'}"
     with locked(folder, wait=True):  # of several units that need it, the first to come trains it
         return train_teacher(task, config, folder)
+
+
+def published(task: str) -> Teacher | None:
+    """The published agent of a task, from the folder that SORTRL_TEACHERS names; None if there is none of this task."""
+    folder = find_teachers(None)
+    if folder is None:
+        raise SortRLError("Name the folder of the published agents by SORTRL_TEACHERS.")
+    return expert("paper", task, folder, folder) if task in ZOO else None
