@@ -28,7 +28,7 @@ from sortrl.core.normalizer import Normalizer
 from sortrl.core.records import Demonstrations
 from sortrl.distill import DistillConfig, distill
 from sortrl.envs import EnvSlots, describe
-from sortrl.nets import Centre, CertifiedPolicy, HybridPolicy, RoundedPolicy, SortPolicy
+from sortrl.nets import Centre, CertifiedPolicy, HybridPolicy, SortPolicy, ThresholdPolicy
 from sortrl.nets.base import ranked
 from sortrl.nets.float_bounds import margin_radius
 from sortrl.teachers import Teacher
@@ -268,7 +268,7 @@ def some_policy(kind: str) -> CertifiedPolicy:
         return policy
     if kind == "hybrid":
         return HybridPolicy(IMAGE, 3, width=16, depth=1, bounded_conv=((4, 3, 1),), hidden=(8,))
-    rounded = RoundedPolicy(IMAGE, 3, levels=1, conv=((4, 3, 1),), hidden=(8,))
+    rounded = ThresholdPolicy(IMAGE, 3, levels=1, conv=((4, 3, 1),), hidden=(8,))
     used = torch.rand(1, *IMAGE) < 0.05
     rounded.rounding.thresholds.copy_(torch.where(used, torch.rand(1, *IMAGE), rounded.rounding.thresholds))
     return rounded

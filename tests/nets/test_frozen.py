@@ -17,7 +17,7 @@ from sortrl import load
 from sortrl.certify import raw_radii
 from sortrl.core.errors import SortRLError
 from sortrl.core.normalizer import Normalizer
-from sortrl.nets import BoundedConv, HybridPolicy, RoundedPolicy, Scale, SortLinear, SortPolicy
+from sortrl.nets import BoundedConv, HybridPolicy, Scale, SortLinear, SortPolicy, ThresholdPolicy
 from sortrl.nets.base import CertifiedPolicy
 from sortrl.nets.float_bounds import rounding_error, stages, traced_scores
 from sortrl.nets.frozen import Copies
@@ -34,8 +34,8 @@ def hybrid_policy() -> HybridPolicy:
     return HybridPolicy(SHAPE, 3, width=16, depth=2, bounded_conv=((4, 3, 1),), hidden=(8,))
 
 
-def rounded_policy() -> RoundedPolicy:
-    policy = RoundedPolicy(SHAPE, 3, levels=1, conv=((4, 3, 1),), hidden=(8,))
+def rounded_policy() -> ThresholdPolicy:
+    policy = ThresholdPolicy(SHAPE, 3, levels=1, conv=((4, 3, 1),), hidden=(8,))
     some = torch.rand(1, *SHAPE) < 0.05
     policy.rounding.thresholds.copy_(torch.where(some, torch.rand(1, *SHAPE), policy.rounding.thresholds))
     return policy
@@ -307,7 +307,7 @@ def test_a_batch_is_answered_as_each_state_alone(kind, onednn):
 # Numbers that are too small or too large
 
 
-def leaning(policy: HybridPolicy | RoundedPolicy, size: float) -> None:
+def leaning(policy: HybridPolicy | ThresholdPolicy, size: float) -> None:
     """A head that prefers the first action by no more than numbers of this size say."""
     for layer in policy.head.layers:
         layer.weight.fill_(size)
@@ -320,7 +320,7 @@ def test_scores_too_small_for_float32_are_ties(size, hidden):
     torch.manual_seed(0)
     hybrid = HybridPolicy((3,), 2, width=8, depth=2, hidden=hidden).requires_grad_(False)
     hybrid.trunk.bias.sub_(2.0)
-    rounded = RoundedPolicy(SHAPE, 2, levels=1, conv=(), hidden=hidden).requires_grad_(False)
+    rounded = ThresholdPolicy(SHAPE, 2, levels=1, conv=(), hidden=hidden).requires_grad_(False)
     rounded.rounding.thresholds.fill_(0.5)
     for policy, unit in ((hybrid, torch.zeros(5, 3)), (rounded, torch.ones(5, *SHAPE))):
         leaning(policy, size)
@@ -367,7 +367,7 @@ def test_a_number_that_overflows_on_the_way_is_not_certified():
 
 
 def test_head_scores_beyond_float32_are_not_certified():
-    policy = RoundedPolicy(SHAPE, 2, levels=1, conv=(), hidden=()).requires_grad_(False)
+    policy = ThresholdPolicy(SHAPE, 2, levels=1, conv=(), hidden=()).requires_grad_(False)
     policy.rounding.thresholds.fill_(0.5)
     leaning(policy, 2e37)
     policy.head.layers[0].bias.fill_(1e38)
@@ -393,7 +393,7 @@ def test_raw_radii_are_rounded_down_where_scales_have_few_digits():
 
 
 def test_a_threshold_that_counts_as_unused_does_not_act():
-    policy = RoundedPolicy((1, 2, 2), 2, levels=1, conv=(), hidden=()).requires_grad_(False)
+    policy = ThresholdPolicy((1, 2, 2), 2, levels=1, conv=(), hidden=()).requires_grad_(False)
     policy.rounding.thresholds.fill_(30_000.0)
     policy.head.layers[0].weight.copy_(torch.tensor([[0.0] * 4, [1.0] * 4]))
     policy.head.layers[0].bias.copy_(torch.tensor([0.5, 0.0]))

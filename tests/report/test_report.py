@@ -15,7 +15,7 @@ from matplotlib.image import imread
 
 from helpers import make_results
 from sortrl.core.errors import SortRLError
-from sortrl.nets import HybridPolicy, RoundedPolicy, SortPolicy
+from sortrl.nets import HybridPolicy, SortPolicy, ThresholdPolicy
 from sortrl.report import markdown, render, summary_lines
 from sortrl.report.charts import KEYS, charts
 from sortrl.report.model import read_run
@@ -289,7 +289,7 @@ def test_optional_parts_may_be_absent(results, tmp_path):
     [
         (SortPolicy((4,), 2, width=8, depth=2), "sort"),
         (HybridPolicy((4,), 2, width=8, depth=2, hidden=(4,)), "hybrid"),
-        (RoundedPolicy((1, 8, 8), 3, levels=1, conv=((4, 3, 1),), hidden=(8,)), "rounded"),
+        (ThresholdPolicy((1, 8, 8), 3, levels=1, conv=((4, 3, 1),), hidden=(8,)), "rounded"),
     ],
 )
 def test_the_page_has_the_policy_s_own_words_and_old_files_get_the_same(results, policy, kind):

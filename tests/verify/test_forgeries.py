@@ -28,7 +28,7 @@ from sortrl.core.errors import SortRLError
 from sortrl.core.files import read_tensors, write_tensors
 from sortrl.core.normalizer import Normalizer
 from sortrl.core.records import Demonstrations
-from sortrl.nets import Centre, HybridPolicy, RoundedPolicy, SortPolicy, zoo
+from sortrl.nets import Centre, HybridPolicy, SortPolicy, ThresholdPolicy, zoo
 from sortrl.verify import read_safetensors, verify
 from sortrl.verify.described import described
 from sortrl.verify.reading import weights_hash
@@ -87,8 +87,8 @@ def hybrid_policy() -> tuple[HybridPolicy, Tensor]:
     return policy, torch.randn(STATES, 3)
 
 
-def rounded_policy(norm: bool = False) -> tuple[RoundedPolicy, Tensor]:
-    policy = RoundedPolicy((1, 8, 8), 4, 2, ((6, 3, 2),), (10,), norm=norm).requires_grad_(False)
+def rounded_policy(norm: bool = False) -> tuple[ThresholdPolicy, Tensor]:
+    policy = ThresholdPolicy((1, 8, 8), 4, 2, ((6, 3, 2),), (10,), norm=norm).requires_grad_(False)
     thresholds = policy.rounding.thresholds
     thresholds.copy_(torch.where(torch.rand_like(thresholds) < 0.05, torch.rand_like(thresholds), 1000.0))
     policy.head.layers[-1].bias.sub_(policy.scores(torch.rand(200, 1, 8, 8)).mean(0))  # no action is favoured
@@ -580,7 +580,7 @@ def first_format(folder: Path, target: Path) -> Files:
     del files.metadata["policy_sha256"]
     files.metadata |= {"format": "sortrl-certificates-1", "lipschitz": finite, "obs_shape": list(policy.obs_shape)}
     files.metadata["weights_sha256"] = weights_hash(read_safetensors(folder / "policy.safetensors")[0])
-    if not isinstance(policy, RoundedPolicy):
+    if not isinstance(policy, ThresholdPolicy):
         files.tensors |= {f"mix.{index}": layer.mix for index, layer in enumerate(policy.trunk.layers)}
     return files
 
@@ -631,7 +631,7 @@ def test_certificates_of_every_policy_in_the_zoo_pass(name, tmp_path):
         unit = torch.randn(50, 4)
     if isinstance(policy, SortPolicy) and policy.config.pixels:  # what it remembers is what it is certain of
         unit.view(4, -1)[:, list(policy.config.pixels)] = policy.layers[0].weight[:4]
-    if isinstance(policy, RoundedPolicy):
+    if isinstance(policy, ThresholdPolicy):
         unit[:2] = 0.0
     certificate = policy.certify_unit(unit)
     save_certificates(tmp_path / "c.safetensors", policy, unit, certificate, file)

@@ -24,7 +24,7 @@ def robustify(
     allow_pickle: bool = False,
     eps: float | None = None,
     units: Literal["std", "teacher", "raw"] | None = None,
-    preset: Literal["auto", "fast", "paper", "memory", "rounded"] | None = None,
+    preset: Literal["auto", "fast", "paper", "memory", "thresholds"] | None = None,
     keep: float | None = None,
     quick: bool = False,
     out: Path | None = None,
@@ -56,7 +56,7 @@ def robustify(
         preset: auto (the default for vectors) distils a short ladder of students and keeps the most certified one that keeps the
             teacher's skill; fast (the default for images), one student with the task's own settings; paper for the published
             recipe; memory for a nearest-neighbour student of the teacher's best episodes, a baseline for tasks with few start
-            states (ProcGen's training levels); rounded for a threshold student, a baseline for images of few colours (Atari).
+            states (ProcGen's training levels); thresholds for a threshold student, a baseline for images of few colours (Atari).
         keep: Of auto, the share of the teacher's skill to keep, from 0 (random play) to 1 (the teacher) [0.95].
         quick: Of auto, train one student instead of a ladder of them.
         out: Directory for the run [runs/<env>].

@@ -71,7 +71,7 @@ ADDED_LATER: dict[str, Any] = {
     "ramps": False,
     "p_end": 1024.0,
     "scalar_learning_rate": None,
-    # RoundingConfig
+    # ThresholdConfig
     "norm": False,
     # PQNConfig
     "reward_unit": 1.0,
@@ -115,6 +115,10 @@ GIVEN_UP: dict[str, Any] = {
     "longest_run": 30,
     "temperatures": [1.0, 2.0, 4.0],
 }
+
+
+RENAMED = {"preset": {"rounded": "thresholds"}}
+"""By field: values that have another name now."""
 
 
 class Fingerprint(str):
@@ -188,6 +192,8 @@ def differences(stored: Any, wanted: Any, ignored: Collection[str] = ()) -> list
 
     >>> [str(one) for one in differences({"config": {"eps": 0.1, "steps": 9}}, {"config": {"eps": 0.2, "steps": 9, "norm": False}})]
     ['config.eps is 0.1 there and 0.2 now']
+    >>> differences({"config": {"preset": "rounded"}}, {"config": {"preset": "thresholds"}})  # it was renamed
+    []
     """
     return [one for one in _differences(stored, plain(wanted), "") if one.field not in ignored]
 
@@ -201,8 +207,10 @@ def _differences(stored: Any, wanted: Any, field: str) -> Iterator[Difference]:
                 yield from _differences(before, wanted[name], inner)
             elif not _was_in_effect(name, before):
                 yield Difference(inner, before, _ABSENT)
-    elif not _equal(stored, wanted):
-        yield Difference(field or "identity", stored, wanted)
+    else:
+        names = RENAMED.get(field.rpartition(".")[2], {})
+        if not _equal(names.get(stored, stored) if isinstance(stored, str) else stored, wanted):
+            yield Difference(field or "identity", stored, wanted)
 
 
 def _was_in_effect(name: str, stored: Any) -> bool:

@@ -58,7 +58,7 @@ STUDENT, ROUNDED, MEMORY = "sortrl", "sortrl, rounded", "sortrl, memory"
 TEACHER, QUANTIZED = "PQN", f"PQN, {BRIGHTNESSES} brightnesses"
 OURS: dict[str, Preset] = {
     STUDENT: "fast",
-    ROUNDED: "rounded",
+    ROUNDED: "thresholds",
     MEMORY: "memory",
 }  # students, and the presets that make them
 AGENTS = (*OURS, TEACHER, QUANTIZED)

@@ -11,7 +11,7 @@ from sortrl.nets.interval_policy import IntervalConfig, IntervalPolicy
 from sortrl.nets.intervals import IntervalHead
 from sortrl.nets.layers import MeanShift, SortConv, SortLinear, truncated_mix
 from sortrl.nets.sort import PolicyConfig, SortPolicy
-from sortrl.nets.thresholds import RoundedConfig, RoundedPolicy, Rounding
+from sortrl.nets.thresholds import Rounding, ThresholdPolicy, ThresholdPolicyConfig
 
 __all__ = [
     "AveragePool",
@@ -28,13 +28,13 @@ __all__ = [
     "Pixels",
     "PolicyConfig",
     "Ramp",
-    "RoundedConfig",
-    "RoundedPolicy",
     "Rounding",
     "Scale",
     "SortConv",
     "SortLinear",
     "SortPolicy",
+    "ThresholdPolicy",
+    "ThresholdPolicyConfig",
     "load",
     "sort_layers_only",
     "truncated_mix",
@@ -51,14 +51,14 @@ def sort_layers_only(policy: CertifiedPolicy, what: str) -> SortPolicy:
     return policy
 
 
-def load(path: str | Path) -> SortPolicy | HybridPolicy | RoundedPolicy | IntervalPolicy:
+def load(path: str | Path) -> SortPolicy | HybridPolicy | ThresholdPolicy | IntervalPolicy:
     """A saved policy of any kind, from its directory the file itself, the zoo (``"zoo:NAME"``) or the Hugging
     Face Hub (``"hf:user/name"`` or ``"hf:user/name@revision"``; ``sortrl[hub]``).
 
     >>> load("zoo:cartpole").n_actions
     2
     """
-    kinds = (SortPolicy, HybridPolicy, RoundedPolicy, IntervalPolicy)
+    kinds = (SortPolicy, HybridPolicy, ThresholdPolicy, IntervalPolicy)
     policy = load_policy(zoo.locate(path), {kind.kind: kind for kind in kinds})
     assert isinstance(policy, kinds)
     return policy

@@ -55,7 +55,7 @@ def without_folders(command: str) -> str:
 def _origin(found: dict[str, Any]) -> str:
     if found.get("preset") == "memory":
         return f"a memory of the best episodes of {found['teacher']}: the nearest neighbour in l_inf among their states"
-    if found.get("preset") == "rounded":
+    if found.get("preset") == "thresholds":
         return f"distilled from {found['teacher']} on pixels compared with thresholds in the gaps between their values"
     return f"distilled from {found['teacher']} for perturbations of l_inf size {found['eps']:g} in the policy's input units"
 

@@ -1,4 +1,4 @@
-"""RoundedPolicy: pixels are compared with thresholds that lie in gaps between the values they take, and an ordinary network
+"""ThresholdPolicy: pixels are compared with thresholds that lie in gaps between the values they take, and an ordinary network
 sees the answers.
 
 A screen shows few colours, so between the values that one pixel takes there are gaps. A threshold in the middle of a gap of
@@ -70,8 +70,8 @@ class Rounding(nn.Module):
 
 
 @dataclass(frozen=True)
-class RoundedConfig:
-    """The shape of a :class:`RoundedPolicy`."""
+class ThresholdPolicyConfig:
+    """The shape of a :class:`ThresholdPolicy`."""
 
     obs_shape: tuple[int, ...]
     n_actions: int
@@ -86,7 +86,7 @@ class RoundedConfig:
 
     def __post_init__(self) -> None:
         if type(self.norm) is not bool:
-            raise SortRLError(f"RoundedPolicy: norm is {str(self.norm)[:40]!r}, expected true or false.")
+            raise SortRLError(f"ThresholdPolicy: norm is {str(self.norm)[:40]!r}, expected true or false.")
         whole = (
             *self.obs_shape,
             self.n_actions,
@@ -96,19 +96,19 @@ class RoundedConfig:
         )
         if not all(type(size) is int and size > 0 for size in whole) or any(len(layer) != 3 for layer in self.conv):
             raise SortRLError(
-                f"RoundedPolicy: every size must be a positive whole number, and conv (channels, kernel, stride) of each layer, got {self}."
+                f"ThresholdPolicy: every size must be a positive whole number, and conv (channels, kernel, stride) of each layer, got {self}."
             )
         if len(self.obs_shape) != 3 or self.n_actions < 2:
             raise SortRLError(
-                f"RoundedPolicy: observations {self.obs_shape} and {self.n_actions} actions, expected images (channels, height, "
+                f"ThresholdPolicy: observations {self.obs_shape} and {self.n_actions} actions, expected images (channels, height, "
                 "width) and at least 2."
             )
 
 
-class RoundedEvaluation(EvaluationNetwork):
+class ThresholdEvaluation(EvaluationNetwork):
     """Thresholds, and the layers behind them in float64."""
 
-    def __init__(self, policy: RoundedPolicy, copies: Copies) -> None:
+    def __init__(self, policy: ThresholdPolicy, copies: Copies) -> None:
         copies.watch(policy)
         self._copies = copies
         self.rounding = copies(policy.rounding)
@@ -183,10 +183,10 @@ class RoundedEvaluation(EvaluationNetwork):
         return (self._leads(lo, hi, action) > 0).all(1)
 
 
-class RoundedPolicy(CertifiedPolicy):
-    """Thresholds, then convolutions and linear layers. Arguments are the fields of :class:`RoundedConfig`.
+class ThresholdPolicy(CertifiedPolicy):
+    """Thresholds, then convolutions and linear layers. Arguments are the fields of :class:`ThresholdPolicyConfig`.
 
-    >>> policy = RoundedPolicy((1, 8, 8), 3, levels=1, conv=((4, 3, 1),), hidden=(8,))
+    >>> policy = ThresholdPolicy((1, 8, 8), 3, levels=1, conv=((4, 3, 1),), hidden=(8,))
     >>> policy.rounding.thresholds.fill_(0.5).shape
     torch.Size([1, 1, 8, 8])
     >>> policy.certify(torch.full((2, 1, 8, 8), 0.1)).radius.round(3).tolist()  # to the nearest threshold, at least
@@ -200,19 +200,19 @@ class RoundedPolicy(CertifiedPolicy):
         obs_shape: tuple[int, ...],
         n_actions: int,
         levels: int = 2,
-        conv: tuple[tuple[int, int, int], ...] = RoundedConfig.conv,
-        hidden: tuple[int, ...] = RoundedConfig.hidden,
+        conv: tuple[tuple[int, int, int], ...] = ThresholdPolicyConfig.conv,
+        hidden: tuple[int, ...] = ThresholdPolicyConfig.hidden,
         normalizer: Normalizer | None = None,
         norm: bool = False,
     ) -> None:
         super().__init__()
-        self.config = RoundedConfig(tuple(obs_shape), int(n_actions), levels, tuple(conv), tuple(hidden), norm)
+        self.config = ThresholdPolicyConfig(tuple(obs_shape), int(n_actions), levels, tuple(conv), tuple(hidden), norm)
         channels, height, width = self.config.obs_shape
         require("A policy's thresholds", 4 * levels * channels * height * width, "lower levels")
         self.normalizer = Normalizer.identity(self.obs_shape) if normalizer is None else normalizer
         if self.normalizer.obs_shape != self.obs_shape:
             raise SortRLError(
-                f"RoundedPolicy: observations have shape {self.obs_shape}, but the normalizer {self.normalizer.obs_shape}."
+                f"ThresholdPolicy: observations have shape {self.obs_shape}, but the normalizer {self.normalizer.obs_shape}."
             )
         self.rounding = Rounding(levels, self.obs_shape)
         self.head = IntervalHead(
@@ -230,4 +230,4 @@ class RoundedPolicy(CertifiedPolicy):
         }
 
     def _network(self, copies: Copies) -> EvaluationNetwork:
-        return RoundedEvaluation(self, copies)
+        return ThresholdEvaluation(self, copies)

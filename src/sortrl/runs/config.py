@@ -18,7 +18,7 @@ from sortrl.distill.recipe import Recipe, SortRecipe
 from sortrl.runs.tasks import TASKS, Task, teacher_preset
 from sortrl.teachers import HardenConfig, SteadyConfig, TeacherConfig
 
-Preset = Literal["auto", "fast", "paper", "memory", "rounded"]
+Preset = Literal["auto", "fast", "paper", "memory", "thresholds"]
 Units = Literal["std", "teacher", "raw"]
 WIDEST = 3.0  # standard deviations: as far as most states lie from the mean
 
@@ -153,7 +153,7 @@ PRESETS: dict[str, _Preset] = {
     "paper": _Preset(SortRecipe(distill.PRESETS["paper"]), CollectConfig(states=50_000, exploration=0.0)),
     # Many tries from every start, so that one of them is good.
     "memory": _Preset(MemoryRecipe(), CollectConfig(states=200_000, exploration=1.0, slots=64)),
-    "rounded": _Preset(ThresholdRecipe(), _EXPLORED, dagger_rounds=1),
+    "thresholds": _Preset(ThresholdRecipe(), _EXPLORED, dagger_rounds=1),
 }
 
 

@@ -51,7 +51,7 @@ def robustify(
             certified one that keeps the teacher's skill; if none does, it warns (:class:`sortrl.core.errors.SortRLWarning`).
             ``fast`` (the default for images), one student with the task's own settings; ``paper`` for the recipe as published;
             ``memory`` for a student that is not trained but remembers the teacher's best episodes
-            (:mod:`sortrl.baselines.memory.remember`; for tasks with few starts); ``rounded`` for one that sees rounded pixels
+            (:mod:`sortrl.baselines.memory.remember`; for tasks with few starts); ``thresholds`` for one that sees rounded pixels
             (:mod:`sortrl.baselines.thresholds.distill`; for images of few colours).
         out: directory for everything (teacher, data, policy, results.json, report.html). Without it nothing is kept,
             and the evaluation is left to you.
@@ -62,7 +62,7 @@ def robustify(
         quiet: no progress on the terminal.
         changes: the other options of the command line, by the same names: ``units``, ``keep`` (share of the teacher's skill, 0.95),
             ``quick`` (one rung of the ladder), ``states``, ``steps``, ``episodes``, ``harden``, ``candidates``; or any other field of
-            ``RobustifyConfig`` or ``DistillConfig`` (of the preset ``rounded``: ``RoundingConfig``), for example ``steps=500``.
+            ``RobustifyConfig`` or ``DistillConfig`` (of the preset ``thresholds``: ``ThresholdConfig``), for example ``steps=500``.
     """
     env_id = env_id_of(env)
     info = describe(env_id)

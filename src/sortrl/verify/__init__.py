@@ -17,11 +17,11 @@ from typing import Any
 import numpy as np
 
 from sortrl.core.errors import SortRLError
-from sortrl.verify.described import RoundedDescription, SortDescription, described, wrong_tensors
+from sortrl.verify.described import SortDescription, ThresholdDescription, described, wrong_tensors
 from sortrl.verify.intervals import LARGEST_SINGLE
 from sortrl.verify.reading import Array, Doubles, policy_hash, read_safetensors, weights_hash
 from sortrl.verify.sorting import SortNetwork, sort_network
-from sortrl.verify.thresholds import RoundedNetwork, rounded_network
+from sortrl.verify.thresholds import ThresholdNetwork, threshold_network
 
 __all__ = ["Verdict", "read_safetensors", "verify"]
 
@@ -39,8 +39,8 @@ _TYPES = {"states": "<f4", "action": "<i8", "runner_up": "<i8", "radius": "<f8"}
 _SAME = 1e-6  # of constants that were computed in another order
 _ULP = 2.0**-23
 
-Description = SortDescription | RoundedDescription
-Network = SortNetwork | RoundedNetwork
+Description = SortDescription | ThresholdDescription
+Network = SortNetwork | ThresholdNetwork
 
 
 @dataclass(frozen=True)
@@ -97,8 +97,8 @@ def verify(path: str | Path, policy: str | Path | None = None) -> Verdict:
     if not unfit:
         try:
             network: Network = (
-                rounded_network(weights, description)
-                if isinstance(description, RoundedDescription)
+                threshold_network(weights, description)
+                if isinstance(description, ThresholdDescription)
                 else sort_network(weights, description)
             )
         except ValueError as error:  # a mix that no policy has

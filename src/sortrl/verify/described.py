@@ -102,7 +102,7 @@ class SortDescription:
 
 
 @dataclass(frozen=True)
-class RoundedDescription:
+class ThresholdDescription:
     """Thresholds, convolutions, linear layers."""
 
     obs_shape: Shape
@@ -113,7 +113,7 @@ class RoundedDescription:
     tensors: dict[str, Tensor]
 
 
-def described(metadata: dict[str, Any], names: Collection[str]) -> SortDescription | RoundedDescription:
+def described(metadata: dict[str, Any], names: Collection[str]) -> SortDescription | ThresholdDescription:
     """Raises ValueError for what no policy says of itself. ``names`` are those of the file's tensors."""
     _check_keys("metadata", metadata, {"format", "config", "clip"}, {"kind"})
     if type(metadata["format"]) is not int or metadata["format"] != FORMAT:
@@ -219,7 +219,7 @@ def _sort(config: dict[str, Any], hybrid: bool, count: int) -> SortDescription:
     )  # fmt: skip
 
 
-def _rounded(config: dict[str, Any], _: bool, count: int) -> RoundedDescription:
+def _rounded(config: dict[str, Any], _: bool, count: int) -> ThresholdDescription:
     _check_keys("config", config, _ROUNDED_KEYS, _LATER_ROUNDED_KEYS)
     obs_shape, n_actions = _wholes("obs_shape", config["obs_shape"], 1), _whole("n_actions", config["n_actions"], 2)
     levels, conv = _whole("levels", config["levels"], 1), _convolutions("conv", config["conv"])
@@ -244,7 +244,7 @@ def _rounded(config: dict[str, Any], _: bool, count: int) -> RoundedDescription:
         if norm and index < len(weights) - 1:
             tensors |= {f"head.norms.{index}.{name}": Tensor(weight[:1]) for name in ("weight", "bias")}
     strides = [stride for _, _, stride in conv] + [0] * (len(hidden) + 1)
-    return RoundedDescription(obs_shape, n_actions, strides, norm, tensors)
+    return ThresholdDescription(obs_shape, n_actions, strides, norm, tensors)
 
 
 def _after(name: str, shape: Shape, layer: Convolution) -> Shape:

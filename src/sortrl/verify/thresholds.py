@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from sortrl.verify import intervals
-from sortrl.verify.described import RoundedDescription
+from sortrl.verify.described import ThresholdDescription
 from sortrl.verify.reading import Array, Doubles
 
 _UNUSED = 1000.0
@@ -17,7 +17,7 @@ answer for granted (no) is left open: where the two differ, the answer may be ei
 
 
 @dataclass(frozen=True)
-class RoundedNetwork:
+class ThresholdNetwork:
     """The evaluation network as its file describes it."""
 
     thresholds: Doubles
@@ -62,7 +62,7 @@ class RoundedNetwork:
         return above.reshape(len(states), -1, *states.shape[2:]).astype(np.float64)
 
 
-def rounded_network(weights: dict[str, Array], description: RoundedDescription) -> RoundedNetwork:
+def threshold_network(weights: dict[str, Array], description: ThresholdDescription) -> ThresholdNetwork:
     """Of tensors that were found to be those of the description."""
 
     def double(name: str) -> Doubles:
@@ -74,4 +74,4 @@ def rounded_network(weights: dict[str, Array], description: RoundedDescription) 
         if description.norm and i < len(description.strides) - 1:
             norm = double(f"head.norms.{i}.weight"), double(f"head.norms.{i}.bias")
         layers.append(intervals.Layer(double(f"head.layers.{i}.weight"), double(f"head.layers.{i}.bias"), stride, norm))
-    return RoundedNetwork(double("rounding.thresholds"), layers)
+    return ThresholdNetwork(double("rounding.thresholds"), layers)

@@ -25,12 +25,12 @@ from sortrl.core.progress import Progress
 from sortrl.core.records import Demonstrations
 from sortrl.distill.loop import Distilled, held_out_metrics
 from sortrl.distill.ramps import BYTES, gap_centres
-from sortrl.nets.thresholds import UNUSED, RoundedConfig, RoundedPolicy
+from sortrl.nets.thresholds import UNUSED, ThresholdPolicy, ThresholdPolicyConfig
 from sortrl.teachers.train_pqn import value_loss
 
 
 @dataclass(frozen=True)
-class RoundingConfig:
+class ThresholdConfig:
     """How to train a student that sees rounded pixels."""
 
     gap: float = 10.5 / 255
@@ -40,9 +40,9 @@ class RoundingConfig:
     """Thresholds per pixel, at most: those that split its values most evenly."""
     rare: float = 2e-5
     """Values that a pixel takes in a smaller share of the states do not count."""
-    conv: tuple[tuple[int, int, int], ...] = RoundedConfig.conv
+    conv: tuple[tuple[int, int, int], ...] = ThresholdPolicyConfig.conv
     """Channels, kernel and stride of the convolutions."""
-    hidden: tuple[int, ...] = RoundedConfig.hidden
+    hidden: tuple[int, ...] = ThresholdPolicyConfig.hidden
     """Widths between the linear layers behind them."""
     norm: bool = False
     """Layer norm behind every layer, and learn the teacher's action values beside its choices: what a student needs that goes on by
@@ -57,9 +57,9 @@ class RoundingConfig:
     def __post_init__(self) -> None:
         for name in ("gap", "levels", "steps", "batch", "learning_rate"):
             if not 0 < getattr(self, name) < math.inf:
-                raise SortRLError(f"RoundingConfig: {name} is {getattr(self, name)}, expected a positive number.")
+                raise SortRLError(f"ThresholdConfig: {name} is {getattr(self, name)}, expected a positive number.")
         if not 0 <= self.rare < 1:
-            raise SortRLError(f"RoundingConfig: rare is {self.rare}, expected a share below 1.")
+            raise SortRLError(f"ThresholdConfig: rare is {self.rare}, expected a share below 1.")
 
     def rate(self, step: int) -> float:
         """The learning rate of a step."""
@@ -88,10 +88,10 @@ def gap_thresholds(obs: npt.NDArray[Any], gap: float, levels: int, rare: float =
     return thresholds.reshape(levels, *obs.shape[1:])
 
 
-def distill_rounded(
+def distill_thresholds(
     demonstrations: Demonstrations,
     normalizer: Normalizer,
-    config: RoundingConfig,
+    config: ThresholdConfig,
     eps: float,
     *,
     held_out: Demonstrations | None = None,
@@ -148,7 +148,7 @@ def distill_rounded(
 
 
 def _thresholds(
-    demonstrations: Demonstrations, normalizer: Normalizer, config: RoundingConfig
+    demonstrations: Demonstrations, normalizer: Normalizer, config: ThresholdConfig
 ) -> npt.NDArray[np.float64]:
     """In bytes, infinite where there is none."""
     obs = demonstrations.obs
@@ -168,12 +168,12 @@ def _thresholds(
 def _initial_policy(
     demonstrations: Demonstrations,
     normalizer: Normalizer,
-    config: RoundingConfig,
+    config: ThresholdConfig,
     raw: npt.NDArray[np.float64],
     generator: torch.Generator,
-) -> RoundedPolicy:
+) -> ThresholdPolicy:
     shape = demonstrations.obs.shape[1:]
-    policy = RoundedPolicy(
+    policy = ThresholdPolicy(
         shape, demonstrations.n_actions, config.levels, config.conv, config.hidden, normalizer, config.norm
     )
     with torch.no_grad():

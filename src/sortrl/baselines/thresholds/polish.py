@@ -17,7 +17,7 @@ from sortrl.core.errors import SortRLError
 from sortrl.core.identity import fingerprint
 from sortrl.core.progress import Progress
 from sortrl.envs import describe
-from sortrl.nets import CertifiedPolicy, RoundedPolicy
+from sortrl.nets import CertifiedPolicy, ThresholdPolicy
 from sortrl.teachers.config import PQNConfig
 from sortrl.teachers.train_pqn import Tutor, q_learn
 
@@ -30,21 +30,21 @@ def polished(
     seed: int = 0,
     progress: Progress | None = None,
     tutor: Tutor | None = None,
-) -> RoundedPolicy:
+) -> ThresholdPolicy:
     """The student after ``config.total_steps`` more of the game: the best of its states, the first among them, by greedy episodes
     that belong to no test.
 
     ``config`` is that of a teacher's training; what it says of the network does not count. Trainings are resumed as those are.
     """
-    if not isinstance(policy, RoundedPolicy) or not policy.config.norm:
+    if not isinstance(policy, ThresholdPolicy) or not policy.config.norm:
         raise SortRLError(
             f"Only a student that sees rounded pixels and has layer norm can go on by Q-learning, and this one is {policy.kind!r}. "
-            "Distil it with the preset 'rounded' and norm=True."
+            "Distil it with the preset 'thresholds' and norm=True."
         )
     learner = copy.deepcopy(policy).requires_grad_(True)
     body = nn.Sequential(learner.rounding, learner.head)
 
-    def frozen() -> RoundedPolicy:
+    def frozen() -> ThresholdPolicy:
         return copy.deepcopy(learner).eval().requires_grad_(False)
 
     settings = {name: value for name, value in asdict(config).items() if name not in ("channels", "hidden")}
@@ -53,5 +53,5 @@ def polished(
         identity["tutor"] = fingerprint(tutor.teacher)
     out = None if out_dir is None else Path(out_dir)
     return q_learn(
-        body, frozen, RoundedPolicy.load, describe(env_id), config, out, identity, progress, trained=True, tutor=tutor
+        body, frozen, ThresholdPolicy.load, describe(env_id), config, out, identity, progress, trained=True, tutor=tutor
     )

@@ -8,7 +8,7 @@ from typing import ClassVar
 import numpy as np
 import torch
 
-from sortrl.baselines.thresholds.distill import RoundingConfig, distill_rounded
+from sortrl.baselines.thresholds.distill import ThresholdConfig, distill_thresholds
 from sortrl.baselines.thresholds.polish import polished
 from sortrl.core.errors import SortRLError
 from sortrl.distill import Distilled
@@ -21,7 +21,7 @@ from sortrl.teachers.train_pqn import Tutor
 class ThresholdRecipe(Recipe):
     """A student that compares every pixel with thresholds (:mod:`sortrl.nets.thresholds`)."""
 
-    rounding: RoundingConfig = field(default_factory=RoundingConfig)
+    rounding: ThresholdConfig = field(default_factory=ThresholdConfig)
     polish: PQNConfig | None = None
     """Let the student go on learning in the game, from its teacher's values in the states of its own play; it needs ``norm``."""
     _main: ClassVar[str] = "rounding"
@@ -29,13 +29,13 @@ class ThresholdRecipe(Recipe):
     def __post_init__(self) -> None:
         if self.polish is not None and not self.rounding.norm:
             raise SortRLError(
-                "robustify: polish needs a student that learns values: the preset 'rounded' with norm=True."
+                "robustify: polish needs a student that learns values: the preset 'thresholds' with norm=True."
             )
 
     def train(self, work: Work, name: str, seed: int, short: bool = False) -> Distilled:
         config = replace(self.rounding, steps=max(1, self.rounding.steps // 3)) if short else self.rounding
         with training_stage(work, name) as (folder, progress):
-            return distill_rounded(
+            return distill_thresholds(
                 work.training,
                 work.teacher.normalizer,
                 config,

@@ -27,7 +27,7 @@ from sortrl.distill.loop import _initial_policy, _optimizer
 from sortrl.evaluate.suite import _File
 from sortrl.experiments.reliability import mutations
 from sortrl.experiments.reliability.tiny import ENV, TEACHER, tiny_run
-from sortrl.nets import CertifiedPolicy, HybridPolicy, RoundedPolicy, SortPolicy, load, zoo
+from sortrl.nets import CertifiedPolicy, HybridPolicy, SortPolicy, ThresholdPolicy, load, zoo
 from sortrl.nets.architecture import Architecture
 from sortrl.report.page import FILM, _film_in
 from sortrl.runs.run import read_run, trained_eps
@@ -129,7 +129,7 @@ def _copy(source: Path, folder: Path) -> Path:
 def _policy_files(work: Path, policy: CertifiedPolicy, name: str) -> None:
     """Its file to load, and another with certificates to verify."""
     policy.requires_grad_(False)
-    if isinstance(policy, RoundedPolicy):
+    if isinstance(policy, ThresholdPolicy):
         policy.rounding.thresholds.fill_(0.5)
     for folder in (name, f"verify-{name}", f"verify-{name}/unchanged"):
         policy.save(work / folder)
@@ -152,8 +152,8 @@ def _other_files(work: Path, run: Path) -> None:
     layers = {"bounded_conv": ((4, 2, 1),), "conv": ((4, 3, 2),), "depth": 2, "hidden": (5,)}
     hybrid = HybridPolicy(shape, 3, width=6, **layers, scale=0.5, normalizer=pixels)
     _policy_files(work, hybrid, "hybrid")
-    _policy_files(work, RoundedPolicy(shape, 3, 1, ((4, 3, 2),), (5,), pixels), "rounded")
-    _policy_files(work, RoundedPolicy(shape, 3, 1, ((4, 3, 2),), (5,), pixels, norm=True), "normed")
+    _policy_files(work, ThresholdPolicy(shape, 3, 1, ((4, 3, 2),), (5,), pixels), "rounded")
+    _policy_files(work, ThresholdPolicy(shape, 3, 1, ((4, 3, 2),), (5,), pixels, norm=True), "normed")
     remember(load_demonstrations(run / "data.safetensors"), Normalizer.identity((4,))).save(work / "memory")
     policy = SortPolicy.load(run)
     states = policy.normalize(np.random.default_rng(0).normal(size=(5, 4)))

@@ -20,7 +20,7 @@ from sortrl.core.files import read_object, write_json
 from sortrl.core.normalizer import Normalizer
 from sortrl.core.records import Demonstrations
 from sortrl.evaluate import provenance
-from sortrl.nets import CertifiedPolicy, HybridPolicy, RoundedPolicy, SortPolicy
+from sortrl.nets import CertifiedPolicy, HybridPolicy, SortPolicy, ThresholdPolicy
 
 STATES = 4000  # per block
 CLOSE, TOO_FAR = 0.999, 3.0  # of the radius
@@ -62,7 +62,7 @@ def _hybrid(seed: int) -> Besieged:
 def _rounded(seed: int) -> Besieged:
     """Pixels of four brightnesses, a little unequal, and thresholds between them."""
     shape, colours = (1, 6, 6), torch.tensor([0.1, 0.35, 0.6, 0.9])
-    policy = RoundedPolicy(shape, 3, 2, ((4, 3, 1),), (8,), norm=bool(seed % 2))
+    policy = ThresholdPolicy(shape, 3, 2, ((4, 3, 1),), (8,), norm=bool(seed % 2))
     gaps = (colours[1:] + colours[:-1])[torch.randint(3, (2, *shape))] / 2
     policy.rounding.thresholds.copy_((gaps + 0.05 * torch.randn(2, *shape)).sort(0).values)
     states = colours[torch.randint(4, (STATES, *shape))] + 0.02 * torch.rand(STATES, *shape)

@@ -14,7 +14,7 @@ from sortrl.teachers import PQNConfig
 _COLLECT = CollectConfig(states=100_000, exploration=0.5, random_actions=0.05, sticky=0.25, spread=True, slots=64)
 _SORTRL: dict[str, Any] = {**VIDEO_GAMES, "collect": _COLLECT, "episodes": 20}  # episodes as the literature has it
 # The teacher's own play from all thirty starts, and episodes in which it has to find its way back.
-_ROUNDED: dict[str, Any] = {
+_THRESHOLDS: dict[str, Any] = {
     "collect": replace(_COLLECT, states=130_000),
     "dagger_rounds": 1,
     "dagger_states": 40_000,
@@ -38,7 +38,7 @@ FREEWAY = Task(
     continued={"sticky": 0.5, "target_return": None},  # it plays by heart what it could play by sight
     fast=_SORTRL,
     memory=_MEMORY,
-    rounded=_ROUNDED,
+    thresholds=_THRESHOLDS,
     paper=PRINTED,
 )
 ROADRUNNER = Task(
@@ -60,7 +60,7 @@ ROADRUNNER = Task(
     fast=_SORTRL,
     # Four thousand steps a game: there is room for the teacher's own play alone.
     memory={"collect": CollectConfig(states=340_000, exploration=0.0, spread=True, slots=64)},
-    rounded=_ROUNDED,
+    thresholds=_THRESHOLDS,
     paper=PRINTED,
 )
 _PONG = Task(
@@ -76,8 +76,8 @@ _PONG = Task(
 PONG = replace(
     _PONG,
     # Distilled only as a start; then such a student goes on with its teacher's answers to the states of its own play.
-    rounded={
-        **_ROUNDED,
+    thresholds={
+        **_THRESHOLDS,
         "norm": True,
         "steps": 4000,
         "polish": replace(
@@ -95,7 +95,7 @@ BANKHEIST = Task(
     continued={"sticky": 0.25},
     fast=_SORTRL,
     memory=_MEMORY,
-    rounded={**_ROUNDED, "gap": 7.5 / 255},
+    thresholds={**_THRESHOLDS, "gap": 7.5 / 255},
     paper=PRINTED,
 )
 

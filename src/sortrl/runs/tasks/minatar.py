@@ -31,7 +31,7 @@ TASKS = (
             )
         },
         fast={**SEEN_THROUGH_RAMPS, "collect": _COLLECT, "dagger_states": 5_000, "width": 128, "steps": 1000},
-        rounded={
+        thresholds={
             "collect": _COLLECT,
             "noise": 0.0,
             "dagger_states": 5_000,

@@ -28,8 +28,8 @@ class Task:
     """Fields of ``RobustifyConfig`` and ``DistillConfig`` that differ from the ``fast`` preset's, for normalising teachers."""
     memory: Mapping[str, Any] = field(default_factory=dict)
     """Likewise for the ``memory`` preset."""
-    rounded: Mapping[str, Any] = field(default_factory=dict)
-    """Likewise for the ``rounded`` preset, with the fields of ``RoundingConfig``."""
+    thresholds: Mapping[str, Any] = field(default_factory=dict)
+    """Likewise for the ``thresholds`` preset, with the fields of ``ThresholdConfig``."""
     paper: Mapping[str, Any] = field(default_factory=dict)
     """Likewise for the ``paper`` preset."""
     figure1: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)

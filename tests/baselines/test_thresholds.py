@@ -12,7 +12,7 @@ import torch
 
 import sortrl
 from sortrl.attacks import FGSM, PGD
-from sortrl.baselines.thresholds.distill import RoundingConfig, distill_rounded, gap_thresholds
+from sortrl.baselines.thresholds.distill import ThresholdConfig, distill_thresholds, gap_thresholds
 from sortrl.baselines.thresholds.polish import polished
 from sortrl.certify import save_certificates
 from sortrl.core.errors import SortRLError
@@ -23,7 +23,7 @@ from sortrl.data.collect import CollectConfig, collect
 from sortrl.distill import SortRecipe
 from sortrl.envs import greedy_returns
 from sortrl.envs.info import make_env
-from sortrl.nets import RoundedPolicy
+from sortrl.nets import ThresholdPolicy
 from sortrl.nets.intervals import Norm
 from sortrl.nets.thresholds import UNUSED
 from sortrl.runs.config import robustify_config
@@ -38,10 +38,10 @@ BREAKOUT = "sortrl/Breakout10-v0"
 
 def build(
     seed: int, levels: int = 2, conv=((6, 3, 2), (8, 2, 1)), hidden=(10,), used: float = 0.3, norm: bool = False
-) -> RoundedPolicy:
+) -> ThresholdPolicy:
     """A random network with random thresholds on some of its pixels, in which no action is favoured."""
     torch.manual_seed(seed)
-    policy = RoundedPolicy(SHAPE, 4, levels, conv, hidden, norm=norm).requires_grad_(False)
+    policy = ThresholdPolicy(SHAPE, 4, levels, conv, hidden, norm=norm).requires_grad_(False)
     for layer in policy.head.norms:
         layer.weight.copy_(torch.randn_like(layer.weight))
         layer.bias.copy_(0.3 * torch.randn_like(layer.bias))
@@ -51,7 +51,7 @@ def build(
     return policy
 
 
-def flips(policy: RoundedPolicy, unit: torch.Tensor, size: np.ndarray) -> int:
+def flips(policy: ThresholdPolicy, unit: torch.Tensor, size: np.ndarray) -> int:
     """How many states change their action within ``size``: by corners, by gradients and by crossing single thresholds."""
     action, reach = policy.certify_unit(unit).action, torch.from_numpy(size).float().reshape(-1, 1, 1, 1)
     changed = np.zeros(len(unit), bool)
@@ -155,7 +155,7 @@ def test_it_saves_loads_copies_and_its_certificates_are_checked_independently(tm
     policy = build(5, used=0.05, norm=norm)
     policy.save(tmp_path)
     loaded, unit = sortrl.load(tmp_path), torch.rand(40, *SHAPE)
-    assert isinstance(loaded, RoundedPolicy)
+    assert isinstance(loaded, ThresholdPolicy)
     assert torch.equal(loaded.scores(unit), policy.scores(unit))
     assert torch.equal(copy.deepcopy(policy).scores(unit), policy.scores(unit))
     certificate = policy.certify_unit(unit)
@@ -221,12 +221,12 @@ def squares(states: int, seed: int) -> Demonstrations:
     )
 
 
-TINY = RoundingConfig(gap=30 / 255, levels=1, conv=((8, 4, 2),), hidden=(32,), steps=250, batch=64, learning_rate=5e-3)
+TINY = ThresholdConfig(gap=30 / 255, levels=1, conv=((8, 4, 2),), hidden=(32,), steps=250, batch=64, learning_rate=5e-3)
 
 
 def test_a_student_learns_and_is_certified_up_to_the_gap(tmp_path):
     pixels, seen = Normalizer.from_pixels((1, 12, 12)), []
-    made = distill_rounded(squares(2000, 0), pixels, TINY, 0.1, held_out=squares(300, 1), progress=seen.append)
+    made = distill_thresholds(squares(2000, 0), pixels, TINY, 0.1, held_out=squares(300, 1), progress=seen.append)
     assert made.held_out["agreement"] > 0.95
     assert made.held_out["certified"] > 0.95, "at .1, which is less than the gap of .118"
     assert seen[-1]["step"] == 250
@@ -244,15 +244,15 @@ def test_a_student_learns_and_is_certified_up_to_the_gap(tmp_path):
 def test_a_training_that_is_cut_off_ends_as_if_it_had_not_been(tmp_path):
     data, pixels = squares(400, 0), Normalizer.from_pixels((1, 12, 12))
     config = replace(TINY, steps=40)
-    whole = distill_rounded(data, pixels, config, 0.1).policy
+    whole = distill_thresholds(data, pixels, config, 0.1).policy
 
     def stop(row) -> None:
         if row["step"] >= 22:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        distill_rounded(data, pixels, config, 0.1, out_dir=tmp_path, progress=stop)
-    resumed = distill_rounded(data, pixels, config, 0.1, out_dir=tmp_path).policy
+        distill_thresholds(data, pixels, config, 0.1, out_dir=tmp_path, progress=stop)
+    resumed = distill_thresholds(data, pixels, config, 0.1, out_dir=tmp_path).policy
     assert all(
         torch.equal(a, b) for a, b in zip(whole.state_dict().values(), resumed.state_dict().values(), strict=True)
     )
@@ -261,7 +261,7 @@ def test_a_training_that_is_cut_off_ends_as_if_it_had_not_been(tmp_path):
 def test_what_cannot_be_rounded_is_refused():
     data, pixels = squares(50, 0), Normalizer.from_pixels((1, 12, 12))
     with pytest.raises(SortRLError, match="Lower the gap"):
-        distill_rounded(data, pixels, replace(TINY, gap=0.5), 0.1)
+        distill_thresholds(data, pixels, replace(TINY, gap=0.5), 0.1)
     vectors = Demonstrations(
         "Any-v0",
         np.zeros((4, 3), np.float32),
@@ -270,20 +270,20 @@ def test_what_cannot_be_rounded_is_refused():
         np.arange(4),
     )
     with pytest.raises(SortRLError, match="images of bytes"):
-        distill_rounded(vectors, Normalizer.identity((3,)), TINY, 0.1)
+        distill_thresholds(vectors, Normalizer.identity((3,)), TINY, 0.1)
     with pytest.raises(SortRLError, match="uint8"):
         gap_thresholds(np.zeros((3, 1, 2, 2), np.float32), 0.1, 1)
     with pytest.raises(SortRLError, match="gap is -1"):
-        RoundingConfig(gap=-1)
+        ThresholdConfig(gap=-1)
     with pytest.raises(SortRLError, match="expected images"):
-        RoundedPolicy((4,), 2)
+        ThresholdPolicy((4,), 2)
 
 
 def test_the_preset_has_options_of_its_own():
-    config = robustify_config("sortrl/Pong84-v0", preset="rounded", gap=0.02, steps=7)
+    config = robustify_config("sortrl/Pong84-v0", preset="thresholds", gap=0.02, steps=7)
     assert (config.student.rounding.gap, config.student.rounding.steps) == (0.02, 7)
     with pytest.raises(SortRLError, match="no option 'rho'"):
-        robustify_config("sortrl/Pong84-v0", preset="rounded", rho=0.1)
+        robustify_config("sortrl/Pong84-v0", preset="thresholds", rho=0.1)
     assert isinstance(robustify_config("sortrl/Pong84-v0").student, SortRecipe)
 
 
@@ -293,7 +293,7 @@ def test_the_whole_job_on_a_small_game(tmp_path):
     _, _, teacher = read_run(Path("zoo:breakout"))
     small = {"collect": CollectConfig(states=6000, exploration=0.7, random_actions=0.15), "dagger_states": 2000}
     measured = {"episodes": 10, "eps_grid": (0.0, 0.3), "suite": ()}
-    sortrl.robustify(teacher, "sortrl/Breakout10-v0", preset="rounded", steps=500, out=tmp_path, **small, **measured)
+    sortrl.robustify(teacher, "sortrl/Breakout10-v0", preset="thresholds", steps=500, out=tmp_path, **small, **measured)
     results = read_json(tmp_path / "results.json")
     returns = {(row["policy"], row["attack"]): row["mean"] for row in results["evaluation"]}
     assert returns["teacher", "none"] > 10
@@ -308,14 +308,14 @@ def test_the_whole_job_on_a_small_game(tmp_path):
     assert "Lipschitz constant" not in page
 
 
-def poor_student(steps: int = 150) -> tuple[RoundedPolicy, Tutor]:
+def poor_student(steps: int = 150) -> tuple[ThresholdPolicy, Tutor]:
     """One that has learned little from the zoo's teacher of a MinAtar game, and that teacher with what it has shown."""
     pytest.importorskip("minatar", reason="MinAtar is not installed: pip install 'sortrl[minatar]'")
     _, _, teacher = read_run(Path("zoo:breakout"))
     data = collect(teacher, BREAKOUT, CollectConfig(states=2000, exploration=0.7, random_actions=0.15), 0)
-    config = RoundingConfig(gap=0.4, levels=1, conv=((16, 3, 1),), hidden=(128,), norm=True, steps=steps)
-    policy = distill_rounded(data, teacher.normalizer, config, 0.3).policy
-    assert isinstance(policy, RoundedPolicy)
+    config = ThresholdConfig(gap=0.4, levels=1, conv=((16, 3, 1),), hidden=(128,), norm=True, steps=steps)
+    policy = distill_thresholds(data, teacher.normalizer, config, 0.3).policy
+    assert isinstance(policy, ThresholdPolicy)
     return policy, Tutor(teacher, torch.from_numpy(data.obs), torch.from_numpy(data.logits.astype(np.float32)))
 
 
@@ -360,4 +360,4 @@ def test_only_a_student_with_layer_norm_learns_on(tmp_path):
     with pytest.raises(SortRLError, match="norm=True"):
         polished(build(0), BREAKOUT, continued(BREAKOUT))
     with pytest.raises(SortRLError, match="norm=True"):
-        sortrl.robustify(None, BREAKOUT, preset="rounded", polish=continued(BREAKOUT), out=tmp_path)
+        sortrl.robustify(None, BREAKOUT, preset="thresholds", polish=continued(BREAKOUT), out=tmp_path)
