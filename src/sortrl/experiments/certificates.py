@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import numpy as np
 import numpy.typing as npt
@@ -62,13 +62,60 @@ PROTOCOL = (
 )
 
 
+class SmallestAttack(TypedDict):
+    """By state, the smallest eps at which an attack changed the action; None where none up to reach did."""
+
+    name: str
+    radius: list[float | None]
+
+
+class TaskBounds(TypedDict):
+    """All bounds of one task."""
+
+    visited: int
+    lipschitz: float
+    ladder: dict[str, Any]
+    """See :func:`sortrl.certify.ladder`."""
+    ladder_seconds: float
+    attack: SmallestAttack
+    one_sensor: dict[str, dict[str, float]] | None
+    acr: dict[str, Any]
+    """By variant, and what they are shares of."""
+    rounding: dict[str, float]
+
+
+class PixelBounds(TypedDict):
+    """What clipping to the valid range of pixels gains."""
+
+    states: int
+    distinct_visited: int
+    attack: str
+    reach: float
+    medians: dict[str, float]
+    radii: dict[str, list[float]]
+
+
+class CertificatesDocument(TypedDict):
+    """results/certificates.json."""
+
+    schema: int
+    kind: str
+    protocol: str
+    acr_variants: dict[str, str]
+    settings: dict[str, Any]
+    versions: dict[str, str]
+    machine: dict[str, Any]
+    tasks: dict[str, TaskBounds]
+    images: dict[str, PixelBounds]
+
+
 def certificates(
     scale: Scale = "cpu",
     task: str | None = None,
     out: Path = Path("results"),
     work: Path = Path("runs/fig1"),
     progress: Callable[[str], None] = print,
-) -> dict[str, Any]:
+) -> CertificatesDocument:
     """Write ``certificates.json`` and ``certificates.png`` into ``out``; students are those of Figure 1 (and one of images),
     made if absent."""
     policies: dict[str, SortPolicy | str | Path] = {}
@@ -117,7 +164,7 @@ def study(
     boxes_per_state: int = 5000,
     images: Mapping[str, CertifiedPolicy] | None = None,
     progress: Callable[[str], None] = print,
-) -> dict[str, Any]:
+) -> CertificatesDocument:
     """Compute all bounds for each task (environment id -> policy or its directory); write certificates.json and .png.
 
     ``images`` are tasks of too many dimensions for the complete search: there the gain of the valid range is measured.
@@ -143,7 +190,7 @@ def study(
         played = clean_episodes(student, env_id, episodes, seed)
         pixels[env_id] = clipping(student, env_id, played, states, attacks.by_name(attack), reach)
         progress(f"certificates: {env_id}, medians {pixels[env_id]['medians']}")
-    results = {
+    results: CertificatesDocument = {
         "schema": 1,
         "kind": "certificates",
         "protocol": PROTOCOL,
@@ -179,7 +226,7 @@ def climb(
     reach: float,
     tolerance: float,
     boxes_per_state: int,
-) -> dict[str, Any]:
+) -> TaskBounds:
     """All bounds and statistics of one task, on a sample of the visited states."""
     info = describe(env_id)
     low, high = valid_range(policy, info)
@@ -207,7 +254,7 @@ def climb(
 
 def clipping(
     policy: CertifiedPolicy, env_id: str, played: list[Tensor], states: int, attack: Attack, reach: float
-) -> dict[str, Any]:
+) -> PixelBounds:
     """Gain from clipping to the valid range of pixels: a black pixel can only get brighter."""
     low, high = valid_range(policy, describe(env_id))
     visited = torch.unique(torch.cat(played), dim=0)
@@ -312,7 +359,7 @@ def _rounding(policy: SortPolicy, unit: Tensor) -> dict[str, float]:
     }
 
 
-def summary(task: dict[str, Any]) -> str:
+def summary(task: TaskBounds) -> str:
     """One line: share of the distance to the nearest counter-example that each bound certifies."""
     rungs = task["ladder"]
     shares = {name: rungs[f"{name}_of_upper"]["median"] for name in ("margin", "interval", "exact_lower")}
@@ -328,7 +375,7 @@ RUNGS = (
 )
 
 
-def draw(results: dict[str, Any], path: Path) -> None:
+def draw(results: CertificatesDocument, path: Path) -> None:
     """A panel per task: nested curves of the share of states with a radius above eps."""
     tasks = results["tasks"]
     figure, rows = panels(1, len(tasks))
@@ -351,7 +398,7 @@ def draw(results: dict[str, Any], path: Path) -> None:
     save(figure, path)
 
 
-def _radii(task: dict[str, Any]) -> dict[str, npt.NDArray[np.float64]]:
+def _radii(task: TaskBounds) -> dict[str, npt.NDArray[np.float64]]:
     rungs = {key: np.array(task["ladder"][key]) for key in ("margin", "interval", "exact_lower")}
     return {**rungs, "attack": np.array([math.inf if r is None else r for r in task["attack"]["radius"]])}
 

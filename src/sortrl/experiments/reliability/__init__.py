@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import importlib.metadata
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict, cast
 
 import torch
 
@@ -15,10 +15,10 @@ from sortrl.core.errors import SortRLError
 from sortrl.core.files import read_object, write_json
 from sortrl.evaluate import provenance
 from sortrl.experiments.figure1 import Scale
-from sortrl.experiments.reliability.crashes import crashes
-from sortrl.experiments.reliability.fuzz import Main, fuzz
-from sortrl.experiments.reliability.siege import siege
-from sortrl.experiments.reliability.soak import soak
+from sortrl.experiments.reliability.crashes import CrashesFound, crashes
+from sortrl.experiments.reliability.fuzz import FuzzFound, Main, fuzz
+from sortrl.experiments.reliability.siege import SiegeFound, siege
+from sortrl.experiments.reliability.soak import SoakFound, soak
 
 __all__ = ["FILE_NAME", "PARTS", "Main", "crashes", "fuzz", "reliability", "siege", "soak", "summary"]
 
@@ -32,6 +32,26 @@ SIZES = {
 }
 
 
+class MadeBy(TypedDict):
+    """What a campaign ran on."""
+
+    command: str
+    versions: dict[str, str]
+    machine: dict[str, Any]
+    installed: dict[str, str]
+
+
+class ReliabilityDocument(TypedDict, total=False):
+    """results/reliability.json: every campaign with what it was ``made_by``; those that were not run are absent."""
+
+    schema: int
+    kind: str
+    fuzz: FuzzFound
+    crashes: CrashesFound
+    siege: SiegeFound
+    soak: SoakFound
+
+
 def reliability(
     main: Main,
     scale: Scale = "cpu",
@@ -41,7 +61,7 @@ def reliability(
     seconds: float | None = None,
     progress: Callable[[str], None] = print,
     seed: int = 0,
-) -> dict[str, Any]:
+) -> ReliabilityDocument:
     """Run the campaigns (or one ``part``) and write ``reliability.json`` into ``out``; other parts there are kept.
 
     ``main`` is the command line, which reads damaged files too. Finished pieces are kept in ``work``. ``seconds`` is how long
@@ -51,7 +71,7 @@ def reliability(
         raise SortRLError(f"reliability: part is {part!r}, expected one of {', '.join(PARTS)}.")
     cases, kills, decisions, soak_seconds = SIZES[scale]
     torch.set_num_threads(1)  # forked children must not inherit threads, and cases are counted by processor time
-    campaigns: dict[str, Callable[[], Iterator[dict[str, Any]]]] = {
+    campaigns: dict[str, Callable[[], Iterator[Mapping[str, Any]]]] = {
         "crashes": lambda: crashes(kills, seed, work),  # first: it forks, which is best done from a small process
         "fuzz": lambda: fuzz(cases, seed, main, work),
         "siege": lambda: siege(decisions, seed, work),
@@ -66,10 +86,10 @@ def reliability(
                 write_json(out / FILE_NAME, {**head, **document, name: {**found, "made_by": made_by}})
                 counts = {key: found[key] for key in ("cases", "kills", "decisions", "wanted") if key in found}
                 progress(f"{name}: {counts}")
-    return read_object(out / FILE_NAME)
+    return cast(ReliabilityDocument, read_object(out / FILE_NAME))
 
 
-def _made_by() -> dict[str, Any]:
+def _made_by() -> MadeBy:
     """Command, versions and machine; and everything installed, since any of it may be what breaks."""
     installed = {one.metadata["Name"]: one.version for one in importlib.metadata.distributions()}
     return {
@@ -80,26 +100,26 @@ def _made_by() -> dict[str, Any]:
     }
 
 
-def summary(results: dict[str, Any]) -> list[str]:
+def summary(results: ReliabilityDocument) -> list[str]:
     """The results in a few lines, for the terminal."""
     lines = []
     if "fuzz" in results:
-        found = results["fuzz"]
-        lines.append(f"fuzz: {found['cases']} files, {found['outcomes']}, slowest {found['slowest_cpu_seconds']} s")
+        files = results["fuzz"]
+        lines.append(f"fuzz: {files['cases']} files, {files['outcomes']}, slowest {files['slowest_cpu_seconds']} s")
     if "crashes" in results:
-        found = results["crashes"]
+        killed = results["crashes"]
         lines.append(
-            f"crashes: {found['kills']} kills {found['by_stage']}, {found['runs_that_ended_with_other_bits']} other results"
+            f"crashes: {killed['kills']} kills {killed['by_stage']}, {killed['runs_that_ended_with_other_bits']} other results"
         )
     if "siege" in results:
-        found = results["siege"]
+        attacked = results["siege"]
         lines.append(
-            f"siege: {found['decisions']} certified decisions attacked, {found['changed']} changed; of "
-            f"{found['attacked_too_far']} at {found['radii_too_large_by']:g} times their radius, {found['changed_too_far']}"
+            f"siege: {attacked['decisions']} certified decisions attacked, {attacked['changed']} changed; of "
+            f"{attacked['attacked_too_far']} at {attacked['radii_too_large_by']:g} times their radius, {attacked['changed_too_far']}"
         )
     if "soak" in results:
-        found = results["soak"]
+        asked = results["soak"]
         lines.append(
-            f"soak: {found['decisions']} decisions, {found['different_answers']} different, {found['largest_growth_mb']} MB growth"
+            f"soak: {asked['decisions']} decisions, {asked['different_answers']} different, {asked['largest_growth_mb']} MB growth"
         )
     return lines

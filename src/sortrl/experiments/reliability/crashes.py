@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, TypedDict, cast
 
 import torch
 
@@ -27,14 +27,36 @@ from sortrl.experiments.reliability.tiny import tiny_run
 STAGES = {"teacher": 0.3, "collect": 0.15, "distill": 0.3, "evaluate": 0.15, "report": 1.2}
 
 
-def crashes(kills: int, seed: int, work: Path | None = None) -> Iterator[dict[str, Any]]:
+class Killed(TypedDict):
+    """A run that was killed again and again, and then got through."""
+
+    by_stage: dict[str, int]
+    same_bits: bool
+    problems: list[str]
+    revision: str
+
+
+class CrashesFound(TypedDict):
+    """What the kills have found so far."""
+
+    kills: int
+    wanted: int
+    seed: int
+    by_stage: dict[str, int]
+    runs_finished_by_the_same_command: int
+    runs_that_ended_with_other_bits: int
+    half_written_files: list[str]
+    revisions: list[str]
+
+
+def crashes(kills: int, seed: int, work: Path | None = None) -> Iterator[CrashesFound]:
     """Kill runs ``kills`` times in all, each run until it gets through, and compare them with an undisturbed one.
 
     Children are forked from this process, so that a start costs nothing; torch must not have used more than one thread
     before. Yields what was found so far after every run that got through. Those are kept in
     ``work``, and the same call goes on after them.
     """
-    runs: list[dict[str, Any]] = []
+    runs: list[Killed] = []
     revision = provenance.versions().get("revision", "unknown")  # asked now: what is committed later is not what runs
     with tempfile.TemporaryDirectory(prefix="sortrl-kill-") as scratch:
         undisturbed = Path(scratch) / "undisturbed"
@@ -44,7 +66,7 @@ def crashes(kills: int, seed: int, work: Path | None = None) -> Iterator[dict[st
         while found["kills"] < kills:
             kept = None if work is None else work / f"crashes-{seed}-{len(runs)}.json"
             if kept is not None and kept.exists():
-                runs.append(read_object(kept))
+                runs.append(cast(Killed, read_object(kept)))
             else:
                 rng = Random(f"{seed}/{len(runs)}")
                 runs.append(_one_run(Path(scratch) / "disturbed", rng, kills - found["kills"], expected, revision))
@@ -54,7 +76,7 @@ def crashes(kills: int, seed: int, work: Path | None = None) -> Iterator[dict[st
             yield found
 
 
-def _joined(runs: list[dict[str, Any]], kills: int, seed: int) -> dict[str, Any]:
+def _joined(runs: list[Killed], kills: int, seed: int) -> CrashesFound:
     counts: Counter[str] = sum((Counter(run["by_stage"]) for run in runs), Counter())
     return {
         "kills": counts.total(),
@@ -68,7 +90,7 @@ def _joined(runs: list[dict[str, Any]], kills: int, seed: int) -> dict[str, Any]
     }
 
 
-def _one_run(out: Path, rng: Random, most: int, expected: Any, revision: str) -> dict[str, Any]:
+def _one_run(out: Path, rng: Random, most: int, expected: Any, revision: str) -> Killed:
     """Start a run again and again, killing it twice in every stage (``most`` times at most); then it must get through."""
     counts: Counter[str] = Counter()
     problems: list[str] = []

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import TypedDict, cast
 
 from sortrl.core.errors import SortRLError
 from sortrl.core.files import read_object, write_json
@@ -33,6 +33,49 @@ MEMORY = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None  # a file per ca
 BLOCK = 1000  # cases after which the tally is written down
 
 
+class LoaderFound(TypedDict):
+    """What became of the damaged files of one loader."""
+
+    by_mutation: dict[str, dict[str, int]]
+    through_the_command_line: int
+    slowest_cpu_seconds: float
+    largest_growth_of_peak_memory_mb: float
+    escaped: list[str]
+
+
+class LoaderTotal(LoaderFound):
+    cases: int
+    outcomes: dict[str, int]
+
+
+class FuzzBlock(TypedDict):
+    """A block of cases."""
+
+    cases: int
+    revision: str
+    code_executed: bool
+    cpu_seconds: float
+    peak_memory_mb: list[float]
+    """Before and after."""
+    loaders: dict[str, LoaderFound]
+
+
+class FuzzFound(TypedDict):
+    """What a campaign has found so far."""
+
+    cases: int
+    wanted: int
+    seed: int
+    outcomes: dict[str, int]
+    through_the_command_line: int
+    code_executed: bool
+    cpu_seconds: float
+    peak_memory_mb: dict[str, float]
+    slowest_cpu_seconds: float
+    revisions: list[str]
+    loaders: dict[str, LoaderTotal]
+
+
 @dataclass
 class Tally:
     """What became of the cases of one loader."""
@@ -43,7 +86,7 @@ class Tally:
     largest_growth_mb: float = 0.0
     escaped: list[str] = field(default_factory=list)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> LoaderFound:
         return {
             "by_mutation": {name: dict(sorted(found.items())) for name, found in sorted(self.outcomes.items())},
             "through_the_command_line": self.commands,
@@ -53,13 +96,13 @@ class Tally:
         }
 
 
-def fuzz(cases: int, seed: int, main: Main, work: Path | None = None) -> Iterator[dict[str, Any]]:
+def fuzz(cases: int, seed: int, main: Main, work: Path | None = None) -> Iterator[FuzzFound]:
     """Damage ``cases`` files, turn by turn over the loaders; case i depends on the seed and i alone.
 
     ``main`` is the command line, to which some of the files are given as well. Yields what was found so far after every
     block of cases. Finished blocks are kept in ``work``, and the same call goes on after them.
     """
-    blocks = []
+    blocks: list[FuzzBlock] = []
     revision = provenance.versions().get("revision", "unknown")  # asked now: what is committed later is not what runs
     with tempfile.TemporaryDirectory(prefix="sortrl-fuzz-", dir=MEMORY) as scratch, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # damaged numbers make numpy and torch warn; the outcome is what counts
@@ -68,14 +111,14 @@ def fuzz(cases: int, seed: int, main: Main, work: Path | None = None) -> Iterato
             end = min(begin + BLOCK, cases)
             kept = None if work is None else work / f"fuzz-{seed}-{begin}-{end}.json"
             if kept is not None and kept.exists():
-                blocks.append(read_object(kept))
+                blocks.append(cast(FuzzBlock, read_object(kept)))
                 continue
             targets = targets or _intact(Path(scratch))
             blocks.append(_block(range(begin, end), seed, targets, main, revision))
             if kept is not None:
                 write_json(kept, blocks[-1])
-            yield {"cases": end, "wanted": cases, "seed": seed, **_joined(blocks)}
-    yield {"cases": cases, "wanted": cases, "seed": seed, **_joined(blocks)}
+            yield _joined(blocks, end, cases, seed)
+    yield _joined(blocks, cases, cases, seed)
 
 
 def _intact(work: Path) -> list[Loader]:
@@ -89,7 +132,7 @@ def _intact(work: Path) -> list[Loader]:
     return targets
 
 
-def _block(cases: range, seed: int, targets: list[Loader], main: Main, revision: str) -> dict[str, Any]:
+def _block(cases: range, seed: int, targets: list[Loader], main: Main, revision: str) -> FuzzBlock:
     intact = [target.intact for target in targets]
     tallies = {target.name: Tally() for target in targets}
     began, before = time.process_time(), _peak_mb()
@@ -106,9 +149,9 @@ def _block(cases: range, seed: int, targets: list[Loader], main: Main, revision:
     }
 
 
-def _joined(blocks: list[dict[str, Any]]) -> dict[str, Any]:
+def _joined(blocks: list[FuzzBlock], cases: int, wanted: int, seed: int) -> FuzzFound:
     """The tallies of all blocks as one."""
-    found: dict[str, Any] = {}
+    found: dict[str, LoaderTotal] = {}
     for name in blocks[0]["loaders"]:
         parts = [block["loaders"][name] for block in blocks]
         by_mutation: dict[str, Counter[str]] = {}
@@ -127,6 +170,9 @@ def _joined(blocks: list[dict[str, Any]]) -> dict[str, Any]:
         }
     everything: Counter[str] = sum((Counter(one["outcomes"]) for one in found.values()), Counter())
     return {
+        "cases": cases,
+        "wanted": wanted,
+        "seed": seed,
         "outcomes": dict(sorted(everything.items())),
         "through_the_command_line": sum(one["through_the_command_line"] for one in found.values()),
         "code_executed": any(block["code_executed"] for block in blocks),

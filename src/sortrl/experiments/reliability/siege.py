@@ -6,9 +6,9 @@ too large are attacked as well: if no action changed there either, the attacks w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TypedDict, cast
 
 import numpy as np
 import torch
@@ -87,27 +87,66 @@ KINDS: dict[str, Callable[[int], Besieged]] = {
 }
 
 
-def siege(decisions: int, seed: int, work: Path | None = None) -> Iterator[dict[str, Any]]:
+class Counts(TypedDict):
+    """Decisions attacked, within their radii and beyond, and how many actions changed."""
+
+    attacked: int
+    changed: int
+    attacked_too_far: int
+    changed_too_far: int
+
+
+class Block(Counts):
+    """One policy and its states."""
+
+    kind: str
+    actions: int
+    """Different ones among the states."""
+    revision: str
+
+
+class OfKind(Counts):
+    policies: int
+
+
+class SiegeFound(TypedDict):
+    """What a siege has found so far."""
+
+    decisions: int
+    wanted: int
+    seed: int
+    attacks: list[str]
+    share_of_the_radius: float
+    changed: int
+    radii_too_large_by: float
+    attacked_too_far: int
+    changed_too_far: int
+    by_kind: dict[str, OfKind]
+    revisions: list[str]
+
+
+def siege(decisions: int, seed: int, work: Path | None = None) -> Iterator[SiegeFound]:
     """Attack at least ``decisions`` certified decisions, block by block over the kinds; a block depends on the seed and its
     number alone. Yields what was found so far after every block. Finished blocks are kept in ``work``, and the same call goes
     on after them.
     """
-    blocks: list[dict[str, Any]] = []
+    blocks: list[Block] = []
     revision = provenance.versions().get("revision", "unknown")  # asked now: what is committed later is not what runs
     while sum(block["attacked"] for block in blocks) < decisions or len(blocks) % len(KINDS):
         kept = None if work is None else work / f"siege-{seed}-{len(blocks)}.json"
         if kept is not None and kept.exists():
-            blocks.append(read_object(kept))
+            blocks.append(cast(Block, read_object(kept)))
             continue
-        blocks.append({**block(seed, len(blocks)), "revision": revision})
+        blocks.append(block(seed, len(blocks), revision))
         if kept is not None:
             write_json(kept, blocks[-1])
         yield _joined(blocks, decisions, seed)
     yield _joined(blocks, decisions, seed)
 
 
-def block(seed: int, number: int, factor: float = 1.0) -> dict[str, Any]:
-    """One policy and its states. With another ``factor``, radii are claimed to be so many times what they are."""
+def block(seed: int, number: int, revision: str = "unknown", factor: float = 1.0) -> Block:
+    """One policy and its states, attacked by the code of a ``revision``. With another ``factor``,
+    radii are claimed to be so many times what they are."""
     kind = list(KINDS)[number % len(KINDS)]
     generator = torch.Generator().manual_seed(number)
     with torch.random.fork_rng(), torch.no_grad():
@@ -126,16 +165,25 @@ def block(seed: int, number: int, factor: float = 1.0) -> dict[str, Any]:
         "changed": int(ATTACK(policy, states, CLOSE * radius, generator=generator).changed.sum()),
         "attacked_too_far": len(states[some]),
         "changed_too_far": int(ATTACK(policy, states[some], TOO_FAR * radius[some], generator=generator).changed.sum()),
+        "revision": revision,
     }
 
 
-def _joined(blocks: list[dict[str, Any]], decisions: int, seed: int) -> dict[str, Any]:
-    counts = ("attacked", "changed", "attacked_too_far", "changed_too_far")
-    by_kind = {}
+def _summed(parts: Sequence[Counts]) -> Counts:
+    return {
+        "attacked": sum(part["attacked"] for part in parts),
+        "changed": sum(part["changed"] for part in parts),
+        "attacked_too_far": sum(part["attacked_too_far"] for part in parts),
+        "changed_too_far": sum(part["changed_too_far"] for part in parts),
+    }
+
+
+def _joined(blocks: list[Block], decisions: int, seed: int) -> SiegeFound:
+    by_kind: dict[str, OfKind] = {}
     for kind in KINDS:
         parts = [block for block in blocks if block["kind"] == kind]
-        by_kind[kind] = {"policies": len(parts), **{name: sum(part[name] for part in parts) for name in counts}}
-    total = {name: sum(found[name] for found in by_kind.values()) for name in counts}
+        by_kind[kind] = {"policies": len(parts), **_summed(parts)}
+    total = _summed(blocks)
     return {
         "decisions": total["attacked"],
         "wanted": decisions,

@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import numpy as np
 import numpy.typing as npt
@@ -21,9 +21,31 @@ Answers = tuple[npt.NDArray[Any], npt.NDArray[Any], npt.NDArray[Any]]
 GRACE = 60.0  # seconds beyond the duration after which a worker counts as hung
 
 
+class Asked(TypedDict):
+    """What one process reports."""
+
+    decisions: int
+    different: int
+    errors: list[str]
+    memory_mb: list[float]
+
+
+class SoakFound(TypedDict):
+    """What a soak test has found."""
+
+    seconds: float
+    processes: int
+    threads_per_process: int
+    decisions: int
+    different_answers: int
+    errors: list[str]
+    memory_mb: list[list[float]]
+    largest_growth_mb: float
+
+
 def soak(
     seconds: float, threads: int = 8, processes: int = 4, progress: Callable[[str], None] | None = None
-) -> dict[str, Any]:
+) -> SoakFound:
     """Ask one policy from ``processes`` forked processes with ``threads`` threads each, for ``seconds``.
 
     The parent has used torch's threads before it forks: that is where deadlocks come from.
@@ -42,7 +64,7 @@ def soak(
         worker.start()
     if progress is not None:
         progress(f"soak: {processes} processes with {threads} threads each for {seconds:g} s")
-    reports: list[dict[str, Any]] = []
+    reports: list[Asked] = []
     deadline = time.monotonic() + seconds + GRACE
     try:
         while len(reports) < processes:
