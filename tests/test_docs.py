@@ -51,12 +51,13 @@ def named(page: Path) -> str:
 
 
 WITH_A_PACKAGE = 'python -c "import my_package; from sortrl.cli import main; main()"'
+UNDER_TORCHRUN = re.compile(r"torchrun .* -m sortrl")
 COMMANDS = [
-    line.split("#")[0].strip().replace(WITH_A_PACKAGE, "sortrl")
+    UNDER_TORCHRUN.sub("sortrl", line.split("#")[0].strip().replace(WITH_A_PACKAGE, "sortrl"))
     for page in PAGES
     for block in fenced(page, "")
     for line in block.splitlines()
-    if line.strip().startswith(("sortrl ", WITH_A_PACKAGE))
+    if line.strip().startswith(("sortrl ", "torchrun ", WITH_A_PACKAGE))
 ]
 MENTIONED = sorted({code for page in PAGES for code in inline(page) if re.match(r"sortrl [a-z]", code)})
 PYTHON_PAGES = [page for page in PAGES if fenced(page, "python")]

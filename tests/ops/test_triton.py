@@ -318,3 +318,44 @@ class TestCompilation:
         kernels.sort_forward(x, w, mix)
         kernels.sort_backward(grad, x, w, mix, True, True)
         assert set(seen) == set(names)
+
+
+class TestDistillation:
+    """A student trained and evaluated by these kernels alone is the one that the reference trains, within float error."""
+
+    __test__ = MODE in ("interpret", "cuda")
+
+    def test_a_tiny_student_is_that_of_the_reference(self, monkeypatch: pytest.MonkeyPatch, kernels: Any) -> None:
+        from sortrl import SortPolicy
+        from sortrl.distill import DistillConfig, fit
+        from sortrl.ops import use_backend
+
+        launched: set[str] = set()
+
+        def counted(name: str) -> Callable[..., Any]:
+            kernel = getattr(kernels, name)
+            return lambda *arguments: (launched.add(name), kernel(*arguments))[1]
+
+        names = [f"{kind}_{way}" for kind in ("max", "lp", "sort") for way in ("forward", "backward")]
+        for name in names:
+            monkeypatch.setattr(kernels, name, counted(name))
+        # Warm-up, a rise of p, random masks, p = infinity, and in the end the exact network.
+        config = DistillConfig(eps=0.05, steps=10, batch=16, lambda_end=0.3, final_share=0.4, exact_share=0.2)
+        inputs = torch.rand(64, 3, generator=torch.Generator().manual_seed(0)) * 2 - 1
+        labels = (inputs[:, 0] > 0).long()
+
+        def student(backend: str) -> tuple[Tensor, Tensor]:
+            torch.manual_seed(1)
+            policy = SortPolicy((3,), 2, width=9, depth=3, rho=0.3, mask_chunk=8).to(DEVICE)
+            with use_backend(backend):
+                curve = fit(policy, inputs, labels, config)
+                scores = policy.scores(policy.normalize(inputs))
+            return torch.tensor([[row["loss"], row["cross_entropy"]] for row in curve]), scores.cpu()
+
+        expected = student("reference")
+        assert not launched
+        curve, scores = student("triton")
+        assert launched == {*names}
+        torch.testing.assert_close(curve, expected[0], rtol=1e-3, atol=1e-4)
+        torch.testing.assert_close(scores, expected[1], rtol=1e-3, atol=1e-4)
+        assert float(curve[:, 0].std()) > 0.01, "the curve moves"

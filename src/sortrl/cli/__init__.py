@@ -12,6 +12,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import tyro
 
+from sortrl.cli.common import led
 from sortrl.cli.interrupts import insistent_interrupts
 from sortrl.cli.judging import attack, certify, evaluate, verify
 from sortrl.cli.making import baseline, reproduce, robustify, teach, zoo
@@ -48,8 +49,9 @@ def main(arguments: list[str] | None = None) -> None:
     teacher's skill, 130 stopped, 141 nobody reads the output any more."""
     try:
         try:
-            with insistent_interrupts():
-                _run(arguments)
+            with insistent_interrupts(), led() as leading:
+                if leading:
+                    _run(arguments)
         finally:
             print(end="", flush=True)  # what is still to be written fails here, where it is answered
     except BrokenPipeError:

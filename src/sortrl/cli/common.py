@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -28,12 +29,23 @@ def use_module(name: str | None) -> None:
         imported(name, "--import")
 
 
+def led() -> AbstractContextManager[bool]:
+    """:func:`sortrl.core.parallel.joined`, for which torch is imported only where ``torchrun`` started this process."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return nullcontext(True)
+    from sortrl.core.parallel import joined
+
+    return joined()
+
+
 def use_threads(threads: int | None) -> None:
     import torch
 
+    from sortrl.core.parallel import processes_here
+
     if threads is not None and not 1 <= threads <= MOST_THREADS:
         raise SortRLError(f"--threads is {threads}, expected 1..{MOST_THREADS}.")
-    torch.set_num_threads(threads or os.cpu_count() or 1)
+    torch.set_num_threads(threads or max(1, (os.cpu_count() or 1) // processes_here()))
 
 
 def engine_of(workers: int | None, ray: tuple[str, ...] | None, usual: int, imports: str | None = None) -> Engine:

@@ -31,6 +31,10 @@ class Checkpoint:
         self.identity = plain(identity)
         self.extra: dict[str, Tensor] = {}
 
+    def __getstate__(self) -> dict[str, Any]:
+        """For other processes: one alone writes the file."""
+        return {**self.__dict__, "path": None}
+
     def save(
         self,
         model: nn.Module,

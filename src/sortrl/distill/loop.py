@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from sortrl.core import parallel
 from sortrl.core.checkpoint import Checkpoint
 from sortrl.core.errors import SortRLError
 from sortrl.core.limits import require
@@ -136,51 +137,80 @@ def fit(
         out_dir, {"config": asdict(config), "seed": seed, "states": len(inputs), "labels": int(labels.sum())}
     )
     first, history = checkpoint.restore(policy, optimizer, generator)
-    started, began_at = time.monotonic(), first
-
-    policy.train().requires_grad_(True)
-    for step in range(first, config.steps):
-        trunk.p.fill_(config.p_at(step))
-        for group in optimizer.param_groups:
-            group["lr"] = group["peak"] * config.cosine(step)
-        index = torch.randint(len(inputs), (config.batch,), generator=generator)
-        target = labels[index]
-        unit = policy.normalize(inputs[index])
-        optimizer.zero_grad(set_to_none=True)  # before the forward pass, which can use their memory
-        exact = step >= config.steps * (1.0 - config.exact_share)
-        outputs = trunk.exact_training_scores(unit) if exact else trunk.training_scores(unit, generator)
-        found = judged(policy, outputs, target, config, theta, step)
-        lam = config.lambda_at(step)
-        imitation = imitation_loss(
-            found.logits, target, None if teacher_logits is None else teacher_logits[index], config.soft_targets
-        )
-        loss = lam * imitation + found.robust
-        loss.backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
-
-        done = step + 1
-        if done % max(1, config.steps // 200) == 0 or done == config.steps:
-            row = {
-                "step": done,
-                "loss": float(loss.detach()),
-                "cross_entropy": float(imitation.detach()),
-                "agreement": float((found.margin >= 0).float().mean()),
-                "certified": float(found.proven.float().mean()),
-                "p": min(float(trunk.p), 1e9),  # JSON has no infinity
-                "lambda": lam,
-            }
-            history.append(row)
-            if progress is not None:
-                seconds = (time.monotonic() - started) / (done - began_at)
-                progress({**row, "total": config.steps, "seconds_left": seconds * (config.steps - done)})
-        if done % max(1, config.steps // 10) == 0 or done == config.steps:
-            checkpoint.save(policy, optimizer, generator, done, history)
-
+    job = _Training(
+        policy, inputs, labels, teacher_logits, config, theta, optimizer, generator, checkpoint, first, history
+    )
+    parallel.together(_train, job, progress)
     # Finished: whoever differentiates it from here on (an attack) wants gradients of the inputs alone.
     policy.eval().requires_grad_(False)
     every = -(-len(inputs) // _calibration_states(inputs[0].numel()))
     policy.calibrate(policy.normalize(inputs[::every]))
     return history
+
+
+@dataclass(frozen=True)
+class _Training:
+    """All that the steps depend on, for each process that takes them; ``history`` is added to."""
+
+    policy: SortPolicy | HybridPolicy
+    inputs: Tensor
+    labels: Tensor
+    teacher_logits: Tensor | None
+    config: DistillConfig
+    theta: float
+    optimizer: torch.optim.AdamW
+    generator: torch.Generator
+    checkpoint: Checkpoint
+    first: int
+    history: list[dict[str, Any]]
+
+
+def _train(job: _Training, progress: Progress | None) -> None:
+    policy, config, optimizer, generator = job.policy, job.config, job.optimizer, job.generator
+    trunk, home = policy.trunk, policy.trunk.bias.device
+    device = parallel.device() or home
+    if device != home:
+        policy.to(device)
+        optimizer.load_state_dict(optimizer.state_dict())  # which takes what it remembers to where the weights are
+    started = time.monotonic()
+
+    policy.train().requires_grad_(True)
+    for step in range(job.first, config.steps):
+        trunk.p.fill_(config.p_at(step))
+        for group in optimizer.param_groups:
+            group["lr"] = group["peak"] * config.cosine(step)
+        index = torch.randint(len(job.inputs), (config.batch,), generator=generator)
+        index = parallel.own(index, trunk.mask_chunks(config.batch))
+        target = job.labels[index].to(device)
+        soft = None if job.teacher_logits is None else job.teacher_logits[index].to(device)
+        unit = policy.normalize(job.inputs[index])
+        optimizer.zero_grad(set_to_none=True)  # before the forward pass, which can use their memory
+        exact = step >= config.steps * (1.0 - config.exact_share)
+        outputs = trunk.exact_training_scores(unit) if exact else trunk.training_scores(unit, generator)
+        found = judged(policy, outputs, target, config, job.theta, step)
+        lam = config.lambda_at(step)
+        imitation = imitation_loss(found.logits, target, soft, config.soft_targets)
+        loss = lam * imitation + found.robust
+        loss.backward()  # type: ignore[no-untyped-call]
+        parallel.average_gradients(policy.parameters())
+        optimizer.step()
+
+        done = step + 1
+        if done % max(1, config.steps // 200) == 0 or done == config.steps:
+            agreeing, proven = (found.margin >= 0).float().mean(), found.proven.float().mean()
+            means = parallel.averaged(torch.stack([loss.detach(), imitation.detach(), agreeing, proven])).tolist()
+            row: dict[str, Any] = {"step": done}
+            row |= zip(("loss", "cross_entropy", "agreement", "certified"), means, strict=True)
+            row |= {"p": min(float(trunk.p), 1e9), "lambda": lam}  # JSON has no infinity
+            job.history.append(row)
+            if progress is not None:
+                seconds = (time.monotonic() - started) / (done - job.first)
+                progress({**row, "total": config.steps, "seconds_left": seconds * (config.steps - done)})
+        if done % max(1, config.steps // 10) == 0 or done == config.steps:
+            parallel.check_same(policy)
+            job.checkpoint.save(policy, optimizer, generator, done, job.history)
+    if device != home:
+        policy.to(home)
 
 
 def temperature(scores: Tensor) -> float:

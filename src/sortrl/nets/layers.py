@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from sortrl import ops
+from sortrl.core import parallel
 from sortrl.core.errors import SortRLError
 
 LARGEST_MIX = 100_000
@@ -244,7 +245,7 @@ class MeanShift(nn.Module):
         ``keep`` (chunks, features) says where; elsewhere x is 0, so that sums need no gather.
         """
         if keep is None:
-            mean = x.mean(0)
+            mean = parallel.averaged(x.mean(0))
             seen = torch.ones_like(mean, dtype=torch.bool)
         else:
             rows = -(-len(x) // len(keep))
@@ -252,7 +253,7 @@ class MeanShift(nn.Module):
             sizes[-1] = len(x) - rows * (len(keep) - 1)
             count = (keep * sizes).sum(0)
             seen = count > 0
-            mean = torch.where(seen, x.sum(0) / count.clamp(min=1.0), self.running_mean)
+            mean = torch.where(seen, parallel.averaged(x.sum(0) / count.clamp(min=1.0)), self.running_mean)
         with torch.no_grad():
             self.running_mean.copy_(torch.where(seen, self.running_mean.lerp(mean, self.momentum), self.running_mean))
         return x - mean

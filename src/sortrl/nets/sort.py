@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from sortrl import ops
+from sortrl.core import parallel
 from sortrl.core.errors import SortRLError
 from sortrl.core.limits import require
 from sortrl.core.normalizer import Normalizer, as_array
@@ -405,10 +406,13 @@ class SortPolicy(CertifiedPolicy):
         rho, fan_in = layer.rho, layer.weight.shape[1]
         if rho == 0.0:
             return None
-        chunks = max(1, batch // self.config.mask_chunk)
-        draws = torch.rand(chunks, fan_in, generator=generator).to(self.bias.device)
+        draws = torch.rand(self.mask_chunks(parallel.whole(batch)), fan_in, generator=generator).to(self.bias.device)
         keep = draws >= rho
         return keep | (draws == draws.amax(1, keepdim=True))  # keeping the largest draw changes only empty masks
+
+    def mask_chunks(self, batch: int) -> int:
+        """Into how many equal parts, each with masks of its own, a batch is divided in training."""
+        return max(1, batch // int(self.config.mask_chunk))
 
     def explain(self) -> dict[str, str]:
         if any(isinstance(part, Ramp) for part in self.front):

@@ -16,6 +16,7 @@ from torch.nn import functional
 
 from sortrl.baselines.interval_q.network import box
 from sortrl.baselines.interval_q.training import Batch, Moment, Networks, td_loss, td_target
+from sortrl.core import parallel
 from sortrl.nets.intervals import IntervalHead
 
 
@@ -42,7 +43,7 @@ class AdversarialDQN:
 def ri_fgsm(q: IntervalHead, states: Tensor, now: Moment) -> Tensor:
     """States as the attack shows them, in the valid range."""
     lo, hi = box(states, now.eps, now.valid)
-    start = (lo + (hi - lo) * torch.rand(states.shape, generator=now.generator)).requires_grad_(True)
+    start = (lo + (hi - lo) * parallel.drawn(states.shape, now.generator)).requires_grad_(True)
     values = q(start)
     (gradient,) = torch.autograd.grad((values.softmax(1) * values).sum(), start)
     return torch.where(gradient > 0, lo, hi)

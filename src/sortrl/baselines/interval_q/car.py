@@ -15,6 +15,7 @@ from torch.nn import functional
 
 from sortrl.baselines.interval_q.network import box, gathered
 from sortrl.baselines.interval_q.training import Batch, Moment, Networks, td_target
+from sortrl.core import parallel
 from sortrl.nets.intervals import IntervalHead
 
 
@@ -35,5 +36,5 @@ class CarDQN:
         bounds = nets["q"].bounds_over(*box(batch.states, now.eps, now.valid))
         errors = [functional.smooth_l1_loss(gathered(b, batch.actions), goal, reduction="none") for b in bounds]
         worst = torch.maximum(*errors)
-        weights = (worst.detach() / self.temperature).softmax(0)
+        weights = parallel.softmax(worst.detach() / self.temperature)
         return (weights * worst).sum()

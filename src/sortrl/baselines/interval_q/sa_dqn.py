@@ -16,6 +16,7 @@ from torch import Tensor
 
 from sortrl.baselines.interval_q.network import box, gathered
 from sortrl.baselines.interval_q.training import Batch, Moment, Networks, td_loss
+from sortrl.core import parallel
 from sortrl.nets.intervals import IntervalHead
 
 
@@ -57,7 +58,7 @@ def searched(
     q: IntervalHead, states: Tensor, lo: Tensor, hi: Tensor, chosen: Tensor, steps: int, generator: torch.Generator
 ) -> Tensor:
     """The states in [lo, hi] where ``chosen`` leads least, as far as signed gradient steps from a random start find them."""
-    found = lo + (hi - lo) * torch.rand(states.shape, generator=generator)
+    found = lo + (hi - lo) * parallel.drawn(states.shape, generator)
     for _ in range(steps):
         found = found.detach().requires_grad_(True)
         (gradient,) = torch.autograd.grad(least_lead(q(found), chosen).sum(), found)

@@ -22,6 +22,7 @@ from torch.nn import functional
 from sortrl.attacks import PGD
 from sortrl.attacks.valid import check_eps, valid_range
 from sortrl.baselines.interval_q.network import Valid, gathered
+from sortrl.core import parallel
 from sortrl.core.checkpoint import Checkpoint, part, prefixed
 from sortrl.core.errors import SortRLError
 from sortrl.core.identity import fingerprint
@@ -203,7 +204,8 @@ class Replay:
         return min(self._size, int(self._kept["added"]))
 
     def sample(self, count: int, normalize: Callable[[Tensor], Tensor], generator: torch.Generator) -> Batch:
-        rows = torch.randint(len(self), (count,), generator=generator)
+        """So many transitions; of several processes, each gets its share of them."""
+        rows = parallel.own(torch.randint(len(self), (count,), generator=generator))
         obs, after, actions, rewards, goes_on = (
             self._kept[name][rows] for name in ("obs", "next", "actions", "rewards", "goes_on")
         )
@@ -250,20 +252,53 @@ def fine_tune(
     with one_thread(), generators_restored():
         torch.manual_seed(seed)
         nets = Networks({name: copy.deepcopy(net) for name, net in method.networks(start.head).items()})
-        target = copy.deepcopy(nets)
-        nets.requires_grad_(True).train()
-        target.requires_grad_(False)
+        model = nn.ModuleDict({"nets": nets, "target": copy.deepcopy(nets)})
+        model["nets"].requires_grad_(True).train()
+        model["target"].requires_grad_(False)
         optimizer = torch.optim.Adam(nets.parameters(), lr=config.learning_rate, eps=1.5e-4)
         generator = torch.Generator().manual_seed(seed)
         checkpoint = Checkpoint(out_dir, identity)
-        model = nn.ModuleDict({"nets": nets, "target": target})
         decision, history = checkpoint.restore(model, optimizer, generator)
-        stored = checkpoint.extra
-        best = _best(start, stored)
         if decision >= config.decisions:
-            return Tuned(best, history, decision, float(stored["seconds"]) / 60)
+            stored = checkpoint.extra
+            return Tuned(_best(start, stored), history, decision, float(stored["seconds"]) / 60)
+        job = _Tuning(start, env_id, method, config, seed, model, optimizer, generator, checkpoint, decision, history)
+        return parallel.together(_tune, job, progress)
+
+
+@dataclass(frozen=True)
+class _Tuning:
+    """All that the training depends on, for each process that computes its share of the batches; ``history`` is added to.
+
+    Every process plays the same games: what they show is the same, because the networks are.
+    """
+
+    start: IntervalPolicy
+    env_id: str
+    method: Method
+    config: TrainingConfig
+    seed: int
+    model: nn.ModuleDict
+    optimizer: torch.optim.Adam
+    generator: torch.Generator
+    checkpoint: Checkpoint
+    decision: int
+    history: list[dict[str, Any]]
+
+
+def _tune(job: _Tuning, progress: Progress | None) -> Tuned:
+    start, method, config, model = job.start, job.method, job.config, job.model
+    optimizer, generator, history, decision = job.optimizer, job.generator, job.history, job.decision
+    nets, target = model["nets"], model["target"]
+    assert isinstance(nets, Networks)
+    assert isinstance(target, Networks)
+    info = describe(job.env_id)
+    with one_thread(), generators_restored():
+        torch.manual_seed(job.seed)
+        stored = job.checkpoint.extra
+        best = _best(start, stored)
         state = {name: tensor.numpy() for name, tensor in part(stored, "fleet").items()}
-        fleet = Fleet(info.env_id, config.games, seed, state=state or None)
+        fleet = Fleet(info.env_id, config.games, job.seed, state=state or None)
         replay = Replay(config.buffer, torch.from_numpy(fleet.obs), part(stored, "replay"))
         recent = stored.get("recent", torch.zeros(0, dtype=torch.float64)).tolist()
         updates = int(stored.get("updates", torch.zeros(())))
@@ -292,6 +327,7 @@ def fine_tune(
                     loss = method.loss(nets, target, replay.sample(config.batch, start.normalize, generator), now)
                     optimizer.zero_grad()
                     loss.backward()  # type: ignore[no-untyped-call]
+                    parallel.average_gradients(nets.parameters())
                     nn.utils.clip_grad_norm_(nets.parameters(), MAX_GRAD_NORM)
                     optimizer.step()
                     updates += 1
@@ -299,7 +335,11 @@ def fine_tune(
                         target.load_state_dict(nets.state_dict())
                 if not (tested := _crossed(previous, decision, config)) and decision // 1000 == previous // 1000:
                     continue
-                row = {"decision": decision, "eps": config.eps_at(decision), "loss": float(loss.detach())}
+                row = {
+                    "decision": decision,
+                    "eps": config.eps_at(decision),
+                    "loss": float(parallel.averaged(loss.detach())),
+                }
                 row["training_return"] = sum(recent) / max(1, len(recent))
                 if tested:
                     agent = _agent(start, nets[method.plays])
@@ -318,7 +358,8 @@ def fine_tune(
                     extra |= {"recent": torch.tensor(recent, dtype=torch.float64), "updates": torch.tensor(updates)}
                     seconds = before + time.monotonic() - began
                     extra["seconds"] = torch.tensor(seconds, dtype=torch.float64)
-                    checkpoint.save(model, optimizer, generator, decision, history, extra)
+                    parallel.check_same(model)
+                    job.checkpoint.save(model, optimizer, generator, decision, history, extra)
         return Tuned(best, history, decision, (before + time.monotonic() - began) / 60)
 
 
