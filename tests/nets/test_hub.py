@@ -214,3 +214,40 @@ found = policy.push_to_hub("someone/pole", run=RUN)
     assert "| student | none | 0 |" in files["README.md"].decode()
     assert all(str(tmp_path).encode() not in content for content in files.values())
     shutil.rmtree(tmp_path / "run")
+
+
+@pytest.fixture
+def packaged(tmp_path, monkeypatch):
+    """The zoo as the installed package has it: of large entries the cards alone. A small one stands for those here."""
+    folder, cache, whole = tmp_path / "packaged", tmp_path / "cache", repository()
+    shutil.copytree(zoo.folder() / "cartpole", folder / "cartpole", ignore=shutil.ignore_patterns("*.safetensors"))
+    monkeypatch.setenv("SORTRL_ZOO", str(folder))
+    monkeypatch.setenv("SORTRL_CACHE", str(cache))
+    return cache / "zoo" / "cartpole", whole
+
+
+FETCH = """
+import sortrl
+from sortrl.cli import main
+try:
+    main(['zoo', 'cartpole', '--fetch'])
+except SystemExit:
+    found = 'refused'
+"""
+
+
+def test_weights_that_the_package_leaves_out_are_fetched_once_by_their_hashes(hub, tmp_path, packaged):
+    kept, whole = packaged
+    with pytest.raises(SortRLError, match=r"not part of the installed package.*sortrl zoo cartpole --fetch"):
+        sortrl.load("zoo:cartpole")
+    main(["zoo", "cartpole"])  # the card is there
+    hub.commit("sortrl/cartpole", {**whole, "policy.safetensors": b"another policy"})
+    assert hub_server.python(hub, tmp_path / "home", FETCH) == "refused"
+    assert not (kept / "card.json").exists()
+    assert not (kept / "policy.safetensors").exists()
+    hub.commit("sortrl/cartpole", whole)
+    assert hub_server.python(hub, tmp_path / "home", FETCH) is None
+    assert (kept / "policy.safetensors").read_bytes() == whole["policy.safetensors"]
+    asked = len(hub.log)
+    assert sortrl.load("zoo:cartpole").n_actions == 2
+    assert len(hub.log) == asked, "loaded from the cache"

@@ -361,6 +361,7 @@ def zoo(
     export: Path | None = None,
     push: str | None = None,
     private: bool = False,
+    fetch: bool = False,
 ) -> None:
     """List the trained policies that come with sortrl, show the card of one, add one from a run, or take some to the hub.
 
@@ -372,6 +373,7 @@ def zoo(
         export: Write the entry here as a repository of the Hugging Face Hub; without a name, every entry in a folder of its own.
         push: Upload the entry to this repository of the Hugging Face Hub, USER/NAME.
         private: Make the repository of --push a private one, if it is new.
+        fetch: Fetch the entry's weights from the hub, if the installed package leaves them out; without a name, those of every entry.
     """
     from sortrl.nets import hub
     from sortrl.nets import zoo as entries
@@ -387,10 +389,13 @@ def zoo(
     if export is not None:
         for one in entries.names() if named is None else [named]:
             where = export if named is not None else export / one
-            print(f"repository: {hub.export(made or entries.entry(one), where, f'{hub.PREFIX}sortrl/{one}')}")
+            print(f"repository: {hub.export(made or entries.whole(one), where, f'{hub.PREFIX}sortrl/{one}')}")
     if push is not None and named is not None:
-        print(f"uploaded: {hub.push_entry(made or entries.entry(named), push, private)}")
-    if add is not None or export is not None or push is not None:
+        print(f"uploaded: {hub.push_entry(made or entries.whole(named), push, private)}")
+    for one in (entries.names() if named is None else [named]) if fetch else ():
+        here = entries.entry(one)
+        print(f"here: {here if (here / entries.POLICY).exists() else hub.fetch_entry(one)}")
+    if add is not None or export is not None or push is not None or fetch:
         return
     if name is not None:
         print(described(entries.entry(name.removeprefix(entries.PREFIX))), end="")

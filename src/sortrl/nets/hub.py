@@ -20,16 +20,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from sortrl.core.errors import MissingDependency, SortRLError
-from sortrl.core.files import LARGEST_JSON, read_object, read_tensors, write_json, write_text
+from sortrl.core.files import LARGEST_JSON, atomic_path, read_object, read_tensors, write_json, write_text
 from sortrl.nets import zoo
 from sortrl.nets.cards import FORMAT, card_of, model_card
+from sortrl.nets.zoo import POLICY
 
 if TYPE_CHECKING:
     from sortrl.nets.base import CertifiedPolicy
 
 PREFIX = "hf:"
 LARGEST_FILE = 256 * 2**20  # 64 million weights; the largest policy of the zoo has five megabytes
-POLICY, RUN = "policy.safetensors", "run.json"
+RUN = "run.json"
 _ENDINGS = (".safetensors", ".json")
 _REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
 
@@ -60,6 +61,30 @@ def fetch(name: str) -> Path:
             # Of the same commit as the card, which may no longer be the newest one.
             _download(repository, file, folder.name, LARGEST_FILE)
     return zoo.checked(folder, LARGEST_FILE)
+
+
+def fetch_entry(name: str) -> Path:
+    """Fetch the weights of an entry of the zoo that the installed package leaves out, into the user's cache.
+
+    They come from the hub's ``sortrl/NAME``, and are those of the hashes in the package's own card, or nothing is kept.
+    """
+    here = zoo.entry(name)
+    files, where = zoo.card(here)["files"], f"{PREFIX}sortrl/{name}"
+    kept = zoo.cached(name)
+    with _explained(where):
+        for file, digest in files.items():
+            _check_name(str(here), file)
+            found = _download(f"sortrl/{name}", file, None, zoo.LARGEST_FILE)
+            if zoo.sha256(found) != digest:
+                raise SortRLError(
+                    f"{where}: {file} is not the file that this version of sortrl describes in {here / zoo.CARD}. Nothing was kept. "
+                    "Install the version that the repository was written by."
+                )
+            with atomic_path(kept / file) as temporary:
+                shutil.copyfile(found, temporary)
+    shutil.copyfile(here / "README.md", kept / "README.md")
+    write_json(kept / zoo.CARD, zoo.card(here))  # the last: without it there is no entry
+    return zoo.checked(kept)
 
 
 def parsed(name: str) -> tuple[str, str | None]:

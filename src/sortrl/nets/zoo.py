@@ -1,7 +1,8 @@
 """Trained policies that come with the project: ``sortrl.load("zoo:cartpole")``.
 
 An entry is a folder like that of a run (policy, run.json and, if it is small, the teacher), with a card that says what it is,
-how it was measured, and the hash of every file.
+how it was measured, and the hash of every file. An installed package has every card, but of large entries not the weights, which
+are fetched on request (:func:`sortrl.nets.hub.fetch_entry`) and kept in the user's cache.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from sortrl.core.files import read_object, regular_file
 from sortrl.nets.cards import FORMAT
 
 PREFIX = "zoo:"
-CARD = "card.json"
+CARD, POLICY = "card.json", "policy.safetensors"
 LARGEST_FILE = 5 * 2**20
 MOST_FILES = 100
 
@@ -40,7 +41,7 @@ def names() -> list[str]:
 
 
 def entry(name: str) -> Path:
-    """The folder of an entry."""
+    """The folder of an entry: at least its card."""
     if name not in names():  # which also keeps a name from leading out of the folder
         known = ", ".join(names()) or f"nothing in {folder()}; point SORTRL_ZOO to the zoo of a source tree"
         raise SortRLError(f"There is no {PREFIX}{name[:60]}. The zoo has {known}.")
@@ -75,7 +76,27 @@ def locate(path: str | Path) -> Path:
         return hub.fetch(str(path))
     if not is_entry(path):
         return Path(path)
-    return checked(entry(str(path).removeprefix(PREFIX)))
+    return checked(whole(str(path).removeprefix(PREFIX)))
+
+
+def whole(name: str) -> Path:
+    """The folder that has all files of an entry: that of the package, or what was fetched into the user's cache."""
+    here, fetched = entry(name), cached(name)
+    files = card(here)["files"]
+    if POLICY not in files or (here / POLICY).exists():
+        return here
+    if (fetched / CARD).exists() and card(fetched)["files"] == files:
+        return fetched
+    raise SortRLError(
+        f"{PREFIX}{name} is known, but its weights are not part of the installed package, which would be too large with all of them. "
+        f"Fetch them once (sortrl zoo {name} --fetch), or point SORTRL_ZOO to the zoo of a source tree."
+    )
+
+
+def cached(name: str) -> Path:
+    """Where the files of an entry are kept that were fetched: in ``$SORTRL_CACHE``, or else the user's cache."""
+    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(os.environ.get("SORTRL_CACHE") or Path(home) / "sortrl") / "zoo" / name
 
 
 def checked(where: Path, largest: int = LARGEST_FILE) -> Path:
