@@ -8,7 +8,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 export OMP_WAIT_POLICY ?= PASSIVE
 TEST_PROCESSES ?= 2
 
-.PHONY: help setup demo test test-slow check format bench docs sanitize clean
+.PHONY: help setup demo test test-slow check format bench docs packages sanitize clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -46,6 +46,9 @@ bench: setup  ## kernels against torch and against the machine's limit
 
 docs: setup  ## the documentation site, into site/; a broken link or reference is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+
+packages: setup  ## sdist and wheel, installed and tried in an environment without the source tree
+	bash tests/packages.sh $(BIN)/python
 
 sanitize: setup  ## the kernel tests on a build with address and undefined-behaviour sanitizers
 	bash tests/sanitize.sh $(BIN)/python

@@ -14,6 +14,7 @@ import tyro
 from sortrl.cli.common import engine_of, use_threads
 from sortrl.core.errors import SortRLError, SortRLWarning
 
+Track = Literal["csv", "wandb", "mlflow"] | None
 LOST = 3  # exit code of a run whose student lost its teacher's skill
 
 
@@ -35,6 +36,7 @@ def robustify(
     harden: float | None = None,
     candidates: int | None = None,
     threads: int | None = None,
+    track: Track = None,
     json: Path | None = None,
 ) -> None:
     """Turn an agent into one whose every decision carries a certificate, and report the result.
@@ -68,6 +70,7 @@ def robustify(
             of up to this eps before it is distilled. For tasks in which the teacher fails under attack.
         candidates: Students to distil from the same data; the best on validation episodes is kept.
         threads: Threads to use [all cores].
+        track: Also give the measurements of every stage to this tool; csv is progress.csv in the run's directory.
         json: Also write the results here.
     """
     from sortrl import report
@@ -99,6 +102,7 @@ def robustify(
             allow_pickle=allow_pickle,
             command=shlex.join(["sortrl", *sys.argv[1:]]),
             quiet=False,
+            track=track,
             **changes,
         )
     results = read_json(directory / "results.json")
@@ -322,6 +326,7 @@ def baseline(
     out: Path | None = None,
     decisions: int | None = None,
     seed: int = 0,
+    track: Track = None,
 ) -> None:
     """Train a robust agent by another method than SortRL's, from a teacher, to compare with. Its certificates are those of intervals.
 
@@ -337,17 +342,23 @@ def baseline(
         out: Directory for the agent [runs/baselines/<env>-<method>].
         decisions: Steps of the environment to train for [the method's own number].
         seed: Fixes the training.
+        track: Also give the measurements to this tool; csv is progress.csv in the agent's directory.
     """
     from sortrl.baselines.interval_q.making import make_baseline
     from sortrl.core.files import locked
     from sortrl.core.progress import stage
+    from sortrl.core.tracking import tracking
     from sortrl.nets import zoo as entries
     from sortrl.teachers import load_teacher
 
     source = _teacher_of(teacher) if entries.is_entry(teacher) else teacher
     start = load_teacher(source, env, vecnormalize=vecnormalize, allow_pickle=allow_pickle)
     directory = out or Path("runs") / "baselines" / f"{env.replace('/', '-')}-{method}"
-    with locked(directory), stage(f"Training {method} on {env}") as progress:
+    with (
+        locked(directory),
+        tracking(track, directory, directory.name),
+        stage(f"Training {method} on {env}") as progress,
+    ):
         made = make_baseline(method, env, start, eps, directory, decisions, seed, progress)
     print(f"{made.decisions} decisions in {made.minutes:.1f} minutes\nagent: {directory}")
     print(f"next: sortrl evaluate {directory} --eps {eps:g}")

@@ -7,12 +7,13 @@ plain types; whatever is wrong becomes one :class:`SortRLError`.
 from __future__ import annotations
 
 import errno
-import fcntl
 import json
 import os
 import re
 import stat
+import sys
 import tempfile
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,6 +27,11 @@ from torch import Tensor
 
 from sortrl.core.errors import SortRLError
 
+if sys.platform == "win32":
+    import msvcrt
+else:
+    import fcntl
+
 LARGEST_JSON = 16 * 2**20  # the largest document of a run has a few megabytes
 # A value takes up to a hundred times the memory of its text: without a bound, 64 MB of "[" and "," became gigabytes.
 _MOST_VALUES, _MOST_HEADER_VALUES, _DEEPEST = 300_000, 100_000, 100
@@ -33,6 +39,7 @@ _MOST_VALUES, _MOST_HEADER_VALUES, _DEEPEST = 300_000, 100_000, 100
 _MOST_DIMENSIONS, _LARGEST_SIZE = 16, 2**40
 _FLOATS = (torch.float64, torch.float32, torch.float16)
 _LONGEST_INTEGER = 300  # digits; a float64 ends at 308
+_SECONDS_BETWEEN_TRIES = 0.2  # of a lock that another process has, on Windows
 # What :func:`atomic_path` calls a file that is not whole yet: nobody else would choose such a name.
 _TEMPORARY = ".sortrl.tmp"
 _UNFINISHED = re.compile(r"\..+\.[a-z0-9_]{8}" + re.escape(_TEMPORARY))
@@ -54,7 +61,7 @@ def atomic_path(path: str | Path) -> Iterator[Path]:
     temporary = Path(name)
     try:
         yield temporary
-        with temporary.open("rb") as written:
+        with temporary.open("r+b") as written:  # Windows flushes only what may be written to
             os.fsync(written.fileno())
         os.chmod(temporary, 0o644)
         os.replace(temporary, target)
@@ -69,6 +76,8 @@ def atomic_path(path: str | Path) -> Iterator[Path]:
 
 def _sync_directory(directory: Path) -> None:
     """Make a rename last: after a power failure the directory itself may otherwise be the old one."""
+    if sys.platform == "win32":  # which opens no directories
+        return
     handle = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -85,19 +94,22 @@ def locked(directory: Path, wait: bool = False) -> Iterator[None]:
     handles: list[int] = []
     try:
         while not handles:
-            handles = _lock_both(directory, 0 if wait else fcntl.LOCK_NB)
+            handles = _lock_both(directory, wait)
         remove_leftovers(directory)
         yield
     finally:
         _close(handles)  # which unlocks
 
 
-def _lock_both(directory: Path, flags: int) -> list[int]:
+def _lock_both(directory: Path, wait: bool) -> list[int]:
     """Locks on the directory and on the file ``.lock`` in it; nothing if either was replaced in the meantime.
 
     The file can be deleted while it is held, and the next one to come would lock a new one; the directory cannot. But some
     network file systems lock files only, and there the file alone is the lock.
     """
+    if sys.platform == "win32":
+        return _lock_file(directory, wait)
+    flags = 0 if wait else fcntl.LOCK_NB
     handles: list[int] = []
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -115,13 +127,35 @@ def _lock_both(directory: Path, flags: int) -> list[int]:
             return handles
     except OSError as error:
         _close(handles)
-        if isinstance(error, BlockingIOError):
-            raise SortRLError(
-                f"Another run is writing to {directory}. Wait for it, or choose another --out."
-            ) from error
-        raise SortRLError(f"Cannot write to {directory}: {error.strerror or error}. Choose another --out.") from error
+        raise _not_locked(directory, error, taken=isinstance(error, BlockingIOError)) from error
     _close(handles)
     return []
+
+
+if sys.platform == "win32":
+
+    def _lock_file(directory: Path, wait: bool) -> list[int]:
+        """On Windows, where an open file can be neither deleted nor replaced: the file alone is the lock."""
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            handle = os.open(directory / ".lock", os.O_RDWR | os.O_CREAT)
+        except OSError as error:
+            raise _not_locked(directory, error, taken=False) from error
+        while True:
+            try:
+                msvcrt.locking(handle, msvcrt.LK_NBLCK, 1)
+                return [handle]
+            except OSError as error:
+                if not wait:
+                    os.close(handle)
+                    raise _not_locked(directory, error, taken=True) from error
+            time.sleep(_SECONDS_BETWEEN_TRIES)
+
+
+def _not_locked(directory: Path, error: OSError, taken: bool) -> SortRLError:
+    if taken:
+        return SortRLError(f"Another run is writing to {directory}. Wait for it, or choose another --out.")
+    return SortRLError(f"Cannot write to {directory}: {error.strerror or error}. Choose another --out.")
 
 
 def _is_still(handle: int, path: Path) -> bool:

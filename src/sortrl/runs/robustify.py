@@ -12,6 +12,8 @@ from sortrl import attacks, report
 from sortrl.attacks.valid import check_eps, too_wide
 from sortrl.core.errors import SortRLError, SortRLWarning
 from sortrl.core.files import read_object
+from sortrl.core.progress import Tracker
+from sortrl.core.tracking import Kind, tracking
 from sortrl.envs import EnvInfo, describe, env_id_of
 from sortrl.evaluate.suite import LEARNED
 from sortrl.nets import CertifiedPolicy
@@ -35,6 +37,7 @@ def robustify(
     allow_pickle: bool = False,
     command: str | None = None,
     quiet: bool = False,
+    track: Kind | Tracker | None = None,
     **changes: Any,
 ) -> CertifiedPolicy:
     """Turn an agent into a certified policy.
@@ -60,6 +63,8 @@ def robustify(
         allow_pickle: accept a pickle there.
         command: what to print in the report as the command that made it.
         quiet: no progress on the terminal.
+        track: where measurements of every stage go besides: ``csv`` (``progress.csv`` in ``out``), ``wandb``, ``mlflow``, or a function
+            of the stage's title and a row of numbers.
         changes: the other options of the command line, by the same names: ``units``, ``keep`` (share of the teacher's skill, 0.95),
             ``quick`` (one rung of the ladder), ``states``, ``steps``, ``episodes``, ``harden``, ``candidates``; or any other field of
             ``RobustifyConfig`` or ``DistillConfig`` (of the preset ``thresholds``: ``ThresholdConfig``), for example ``steps=500``.
@@ -81,6 +86,7 @@ def robustify(
     with contextlib.ExitStack() as stack:
         scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="sortrl-")) if out is None else None
         folder = Path(scratch or out or "")
+        stack.enter_context(tracking(track, folder, info.env_id if scratch else folder.name))
         run = stack.enter_context(
             open_run(folder, info.env_id, config, seed, given, source, quiet=quiet, module=_module(env_id))
         )
