@@ -16,6 +16,7 @@ from typing import Any
 
 from sortrl.core.files import write_text
 from sortrl.experiments import (
+    agents_judgement,
     agents_lines,
     atari,
     baseline_lines,
@@ -240,7 +241,7 @@ def baselines_table(results: dict[str, Any]) -> str:
 
 def agents_table(results: dict[str, Any]) -> str:
     """Agents that no setting was made for: what their students kept, and what holds under attack."""
-    return "\n".join(agents_lines(results))
+    return "\n".join([*agents_lines(results), "", agents_judgement(results)])
 
 
 def images_table(results: dict[str, Any]) -> str:

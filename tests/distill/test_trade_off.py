@@ -82,7 +82,10 @@ def test_the_climb_goes_up_until_skill_or_gain_ends():
 def test_the_climb_goes_down_until_skill():
     assert tried(5, 2, rungs([1, 0.96, 0.9, 0, 0], [0] * 5)) == [2, 1]
     assert tried(5, 2, rungs([0.5] * 5, [0] * 5)) == [2, 1, 0]
-    assert tried(5, 2, rungs([math.nan] * 5, [0] * 5)) == [2, 1, 0]
+
+
+def test_of_a_teacher_without_skill_one_student_is_enough():
+    assert tried(5, 2, rungs([math.nan] * 5, [0] * 5)) == [2]
 
 
 def test_the_most_certified_of_those_that_keep_the_skill_is_taken():

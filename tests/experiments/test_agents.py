@@ -10,7 +10,7 @@ import pytest
 
 from sortrl import cli
 from sortrl.core.errors import SortRLError
-from sortrl.experiments import agents_lines, agents_table
+from sortrl.experiments import agents_judgement, agents_lines, agents_table
 from sortrl.experiments.agents import AGENTS, judged
 from sortrl.experiments.navigation import ENV_ID, HALL
 
@@ -76,3 +76,12 @@ def test_shares_are_of_the_agents_that_pass():
     rows = [row(True), row(True, certified=0.4), row(True, "LunarLander-v3", 0.1, 3.0), row(False, certified=0.0)]
     assert judged(rows) == {"agents": 4, "passed": 0.75, "certified": 0.5, "held": 2 / 3}
     assert judged([row(False)])["certified"] is None
+
+
+def test_the_sentence_below_the_table_has_the_shares_beside_what_is_asked_for():
+    found = {"judgement": {"agents": 4, "passed": 0.75, "certified": 0.5, "held": None}}
+    line = agents_judgement(found)
+    assert f"4 of {len(AGENTS)} agents" in line
+    assert "the gate passed 75% (asked for: 80%)" in line
+    assert "certified in 50% (asked for: 100%)" in line
+    assert "in of none (asked for: 80%)" in line

@@ -115,8 +115,10 @@ class Climbed:
 
 def climb(n_rungs: int, first: int, try_rung: Callable[[int], Climbed], keep: float = KEEP) -> list[Climbed]:
     """Try the rung ``first``; then upwards while the skill is kept and the certified share grows, or downwards until the skill
-    is kept. The other rungs are never trained."""
+    is kept. The other rungs are never trained; none but the first if the teacher has no skill to keep."""
     tried = [try_rung(first)]
+    if math.isnan(tried[0].kept):
+        return tried
     step = 1 if tried[0].kept >= keep else -1
     while 0 <= tried[-1].rung + step < n_rungs:
         tried.append(try_rung(tried[-1].rung + step))
@@ -177,9 +179,13 @@ class LadderRecipe(Recipe):
         checks = _checks(work)
         skill, hold = self._reference(work, checks)
         data, students = work.training, {}
+        before: Climbed | None = None
 
         def try_rung(number: int) -> Climbed:
-            nonlocal data
+            nonlocal data, before
+            if before is not None:  # learn from the states that its student met, too
+                times = 1 if before.kept >= self.keep else 2
+                data = merge(data, _visited(work, before.rung, students[before.rung].policy, times))
             rung = LADDER[number]
             student = trained(replace(work, training=data), f"rung {number}", work.seed, rung.config(self.distill))
             students[number] = student
@@ -187,10 +193,8 @@ class LadderRecipe(Recipe):
             if not path.exists():
                 write_json(path, self._measured(work, number, student.policy, skill, checks).to_json())
             with damage_named(path, AGAIN):
-                found = Climbed.from_json(read_object(path))
-            if not self.quick:  # the next rung learns from the states that this one met
-                data = merge(data, _visited(work, number, student.policy, 1 if found.kept >= self.keep else 2))
-            return found
+                before = Climbed.from_json(read_object(path))
+            return before
 
         tried = [try_rung(FIRST)] if self.quick else climb(len(LADDER), FIRST, try_rung, self.keep)
         best = tried[select(tried, self.keep, hold)]
@@ -224,7 +228,7 @@ class LadderRecipe(Recipe):
             random = load_teacher(lambda obs: draw.integers(n_actions, size=len(obs)), work.env_id)
             with work.stage("choose", "Measuring the teacher and random play"):
                 returns = work.play(work.teacher, None, work.episodes).returns
-                hold = None if is_black_box(work.teacher) else _worst(work, work.teacher, checks)[0]
+                hold = None if is_black_box(work.teacher) else _worst(work, work.teacher, checks, returns)[0]
                 document = {"random": work.play(random, None, work.episodes).mean, "teacher": returns.tolist()}
             write_json(path, {**document, "attacked": hold})
         with damage_named(path, AGAIN):
@@ -235,7 +239,7 @@ class LadderRecipe(Recipe):
     def _measured(self, work: Work, number: int, student: Policy, skill: Skill, checks: Sequence[Attack]) -> Climbed:
         with work.stage("choose", f"Measuring rung {number}"):
             clean = work.play(student, None, work.episodes)
-            attacked, attack = _worst(work, student, checks)
+            attacked, attack = _worst(work, student, checks, clean.returns)
         assert clean.radii is not None
         certified = float((clean.radii > work.eps).mean())
         kept, error = skill.kept(clean.returns), skill.error(clean.returns)
@@ -250,13 +254,14 @@ def _checks(work: Work) -> tuple[Attack, ...]:
     return (PGD(10), *through)
 
 
-def _worst(work: Work, policy: Policy, checks: Sequence[Attack]) -> tuple[float, str]:
-    """The lowest mean return under the attacks, and whose it is; clean play is among them, as an adversary may do nothing."""
-    played = [
-        (work.play(policy, attack, ATTACKED_EPISODES).mean, attack.name if attack else "none")
-        for attack in (None, *checks)
-    ]
-    return min(played, key=lambda one: one[0])
+def _worst(
+    work: Work, policy: Policy, checks: Sequence[Attack], clean: npt.NDArray[np.floating[Any]]
+) -> tuple[float, str]:
+    """The lowest mean return under the attacks, and whose it is; clean play is among them, as an adversary may do nothing. ``clean``
+    are the returns of that, of which the attacks meet the first episodes."""
+    episodes = min(ATTACKED_EPISODES, len(clean))
+    played = [(work.play(policy, attack, episodes).mean, attack.name) for attack in checks]
+    return min([(float(clean[:episodes].mean()), "none"), *played], key=lambda one: one[0])
 
 
 def _visited(work: Work, number: int, student: Any, times: int) -> Demonstrations:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from sortrl.experiments.agents import agents_table
+from sortrl.experiments.agents import judgement_line as agents_judgement
 from sortrl.experiments.agents import table_lines as agents_lines
 from sortrl.experiments.atari import atari_table
 from sortrl.experiments.atari import table_lines as atari_lines
@@ -21,6 +22,7 @@ from sortrl.experiments.teachers import table_lines as teachers_lines
 from sortrl.experiments.teachers import teachers_table
 
 __all__ = [
+    "agents_judgement",
     "agents_lines",
     "agents_table",
     "atari_lines",

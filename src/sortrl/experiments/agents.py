@@ -27,12 +27,19 @@ from sortrl.teachers import save_normalizer
 from sortrl.teachers.load.vecnormalize import from_vecnormalize
 
 CERTIFIED_AT = 0.1  # standard deviations
-KEEP, PASSING, HOLDING, CERTIFIED = 0.95, 0.8, 0.8, 0.5  # what is asked for: the shares that the page judges by
+CERTIFIED = 0.5  # share of an agent's decisions
+PASSING, CERTIFYING, HOLDING = 0.8, 1.0, 0.8  # what is asked for: the shares of agents that the page judges by
 ASKED_TO_CERTIFY = ("CartPole-v1", "Acrobot-v1", "MountainCar-v0")  # elsewhere good play is near switching surfaces
 GRADES = 10  # times that a training grades its agent; the best is kept
 GRADE_EPISODES = 10
 # Where a training stops: what its agents are known to reach, not more.
-TARGETS = {"CartPole-v1": 500.0, "Acrobot-v1": -80.0, "MountainCar-v0": -110.0, "LunarLander-v3": 220.0}
+TARGETS = {
+    "CartPole-v1": 500.0,
+    "Acrobot-v1": -80.0,
+    "MountainCar-v0": -110.0,
+    "LunarLander-v3": 220.0,
+    navigation.ENV_ID: 9.5,
+}
 
 
 @dataclass(frozen=True)
@@ -112,7 +119,7 @@ _NAVIGATION_PPO = {"n_steps": 128, "batch_size": 256, "gae_lambda": 0.95, "learn
 
 _PUBLISHED = {env_id: Agent(f"PPO {env_id.partition('-')[0]}, published", env_id) for env_id in ZOO}
 AGENTS = (  # short episodes first
-    Agent("PPO Navigation", navigation.ENV_ID, "PPO", steps=100_000, n_envs=8, settings=_NAVIGATION_PPO),
+    Agent("PPO Navigation", navigation.ENV_ID, "PPO", True, 200_000, 8, _NAVIGATION_PPO),
     Agent("DQN Navigation", navigation.ENV_ID, "DQN", True, 40_000, settings=_ACROBOT_Q),
     Agent("DQN MountainCar", "MountainCar-v0", "DQN", steps=120_000, settings=_MOUNTAINCAR_Q),
     Agent("QR-DQN MountainCar", "MountainCar-v0", "QRDQN", steps=120_000, settings=_MOUNTAINCAR_Q),
@@ -386,7 +393,7 @@ def table_lines(document: AgentsDocument) -> list[str]:
     """The table in Markdown."""
     lines = [
         "| agent | own VecNormalize | teacher | student | skill kept | gate | certified at 0.1 "
-        "| teacher, worst attack | student, worst attack | minutes |",
+        "| teacher, worst attack | student, worst attack | CPU minutes |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for row in document["rows"]:
@@ -404,7 +411,29 @@ def table_lines(document: AgentsDocument) -> list[str]:
             "passed" if row["passed"] else "**fired**",
             f"{row['certified']:.1%}",
             *worst,
-            f"{row['minutes']:.1f}" if row["cpu_minutes"] is None else f"{row['cpu_minutes']:.1f}",
+            "" if row["cpu_minutes"] is None else f"{row['cpu_minutes']:.1f}",
         )
         lines.append(f"| {' | '.join(cells)} |")
     return lines
+
+
+def judgement_line(document: AgentsDocument) -> str:
+    """The shares beside what is asked for, as one sentence of Markdown."""
+    found = document["judgement"]
+    parts = [
+        f"{name} {'of none' if share is None else f'{share:.0%}'} (asked for: {least:.0%})"
+        for name, share, least in (
+            ("the gate passed", found["passed"], PASSING),
+            (f"of those, at least {CERTIFIED:.0%} of the decisions are certified in", found["certified"], CERTIFYING),
+            (
+                "and the student returns at least as much as its teacher under the worst attack in",
+                found["held"],
+                HOLDING,
+            ),
+        )
+    ]
+    tasks = ", ".join(name.partition("-")[0] for name in ASKED_TO_CERTIFY)
+    return (
+        f"**{found['agents']} of {len(AGENTS)} agents are computed: {'; '.join(parts)}.** Certified shares are asked for on {tasks}, at "
+        f"{CERTIFIED_AT} standard deviations in clean play."
+    )
