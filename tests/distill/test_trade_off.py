@@ -130,6 +130,8 @@ def test_auto_is_the_default_of_vectors_and_has_no_settings_of_tasks():
     one, other = (robustify_config(name, preset="auto", train_teacher=False) for name in ("CartPole-v1", "Acrobot-v1"))
     assert one == other
     assert (one.eps, one.units, one.noise, one.suite) == (0.1, "std", 0.3, "quick")
+    sizes = [robustify_config("CartPole-v1", eps, "auto").dagger_eps for eps in (0.0, 0.1, 0.2)]
+    assert sizes == pytest.approx([0.0, 0.15, 0.3])  # where an adversary of a little more than eps leads
     assert robustify_config("CartPole-v1", 0.2, "auto", units="teacher").noise == pytest.approx(0.6)
 
 
@@ -137,6 +139,10 @@ REFUSED = {
     "percent": ({"eps": 50.0}, r"eps is 50 standard deviations .* write 0\.5"),
     "keep": ({"keep": 1.5}, r"keep is 1\.5, expected a share"),
     "units": ({"units": "metres"}, "units is 'metres', expected one of std, teacher, raw"),
+    "raw size": ({"units": "raw"}, "units raw needs a size .* --sensor-eps"),
+    "sizes": ({"units": "raw", "sensor_eps": (1.0, 2.0)}, r"sensor_eps has 2 sizes, .* shape \(4,\) \(cart position, "),
+    "size": ({"units": "raw", "sensor_eps": (1.0, 2.0, 0.0, 1.0)}, "expected a positive number per sensor"),
+    "sizes of what": ({"sensor_eps": (1.0,) * 4}, "units is std. Add"),
     "candidates": ({"candidates": 3}, "chooses among its own rungs"),
 }
 
@@ -183,6 +189,25 @@ def run(tmp_path_factory) -> Path:
     directory = tmp_path_factory.mktemp("ladder")
     sortrl.robustify(balancer(), "CartPole-v1", out=directory, **TINY)
     return directory
+
+
+def test_raw_sizes_for_each_sensor_are_the_units_and_students_still_learn(tmp_path):
+    """Sizes far from what sensors vary by would leave fresh weights nothing to measure, if inputs were not scaled by the data."""
+    sizes = (0.002, 0.005, 0.0002, 0.004)
+    settings = {**TINY, "suite": (), "quick": True, "eps_grid": (0.0,)}
+    policy = sortrl.robustify(balancer(), "CartPole-v1", units="raw", sensor_eps=sizes, out=tmp_path, **settings)
+    assert policy.normalizer.scale.tolist() == list(sizes)
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert results["config"]["eps"] == 1.0
+    assert results["env"]["unit_to_raw"] == list(sizes)
+    assert results["gate"]["passed"], results["gate"]
+    assert policy.lipschitz < 0.1  # of the factor on the inputs
+    obs = np.random.default_rng(0).uniform(-0.05, 0.05, (200, 4))
+    certificate = policy.certify(obs)
+    assert (certificate.radius > 1).any()  # certified for all the sizes at once
+    moved = obs + np.random.default_rng(1).choice([-1.0, 1.0], obs.shape) * np.array(sizes)
+    held = certificate.radius > 1
+    assert (policy.predict(moved)[0] == certificate.action)[held].all()
 
 
 def test_a_ladder_keeps_the_skill_and_shows_what_radii_cost(run):

@@ -25,6 +25,7 @@ def robustify(
     allow_pickle: bool = False,
     eps: float | None = None,
     units: Literal["std", "teacher", "raw"] | None = None,
+    sensor_eps: tuple[float, ...] | None = None,
     preset: Literal["auto", "fast", "paper", "memory", "thresholds"] | None = None,
     keep: float | None = None,
     quick: bool = False,
@@ -55,6 +56,8 @@ def robustify(
         eps: Size of the perturbation to resist, in --units [auto: 0.1, other presets: the task's].
         units: What eps is stated in: std, standard deviations of each sensor (the default of auto); teacher, the teacher's own
             input units (that of other presets); raw, the environment's units.
+        sensor_eps: With --units raw, a size for each sensor, in the order in which the report has them; --eps then counts in these
+            [1].
         preset: auto (the default for vectors) distils a short ladder of students and keeps the most certified one that keeps the
             teacher's skill; fast (the default for images), one student with the task's own settings; paper for the published
             recipe; memory for a nearest-neighbour student of the teacher's best episodes, a baseline for tasks with few start
@@ -86,6 +89,7 @@ def robustify(
         "candidates": candidates,
         "harden": harden,
         "units": units,
+        "sensor_eps": sensor_eps,
         "keep": keep,
         "quick": quick or None,
     }

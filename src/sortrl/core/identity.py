@@ -52,6 +52,7 @@ ADDED_LATER: dict[str, Any] = {
     "choose_eps": [0.0],
     "choose_episodes": 50,
     "units": "teacher",
+    "sensor_eps": None,
     # CollectConfig
     "focus": 0.0,
     "spread": False,

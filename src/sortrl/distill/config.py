@@ -27,8 +27,9 @@ class DistillConfig:
     """Sort layers, the output layer among them."""
     rho: float = 0.3
     """Decay of the sorted mix."""
-    scale: float = 1.0
-    """Factor on the inputs (its Lipschitz constant is accounted for): above 1 helps where inputs vary little."""
+    scale: float | None = 1.0
+    """Factor on the inputs (its Lipschitz constant is accounted for): above 1 helps where inputs vary little. None: one over their
+    median spread in the data, because fresh weights are positions of spread 1."""
     learning_rate: float = 0.02
     """Of AdamW, decaying to 0 along a cosine."""
     lambda_end: float = 0.01
@@ -117,7 +118,7 @@ class DistillConfig:
     @property
     def theta(self) -> float:
         """Margins beyond this are wide enough; scaled inputs need wider ones for the same radius."""
-        return self.theta_factor * self.eps * self.scale
+        return self.theta_factor * self.eps * (self.scale or 1.0)
 
     def rise(self, step: int) -> float:
         """How far p has risen at a step: 0 in the warm part, 1 at the end of the rise."""

@@ -178,7 +178,7 @@ class LadderRecipe(Recipe):
         """Climb, measure, select; every rung has its folder, its states and its measurements in the run's directory."""
         checks = _checks(work)
         skill, hold = self._reference(work, checks)
-        data, students = work.training, {}
+        data, students = work.training, dict[int, Distilled]()
         before: Climbed | None = None
 
         def try_rung(number: int) -> Climbed:

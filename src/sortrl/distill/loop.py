@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +57,8 @@ def distill(
         raise SortRLError(
             f"distill: states have shape {demonstrations.obs.shape[1:]}, but the normalizer {normalizer.obs_shape}."
         )
+    if config.scale is None:
+        config = replace(config, scale=_one_over_spread(normalizer(demonstrations.obs)))
     generator = torch.Generator().manual_seed(seed)
     whole, ramps, narrow = normalizer, None, None
     if config.ramps:
@@ -131,7 +133,7 @@ def fit(
     needed = 4 * (4 * sum(parameter.numel() for parameter in policy.parameters()) + 8 * config.batch * units)
     require(f"Training with batches of {config.batch}", needed, "lower batch, width or depth")
     with torch.no_grad():
-        trunk.mu.fill_(config.mu_start or 0.5 / (max(config.eps, 0.005) * config.scale))
+        trunk.mu.fill_(config.mu_start or 0.5 / (max(config.eps, 0.005) * (config.scale or 1.0)))
     optimizer = _optimizer(policy, config)
     checkpoint = Checkpoint(
         out_dir, {"config": asdict(config), "seed": seed, "states": len(inputs), "labels": int(labels.sum())}
@@ -211,6 +213,13 @@ def _train(job: _Training, progress: Progress | None) -> None:
             job.checkpoint.save(policy, optimizer, generator, done, job.history)
     if device != home:
         policy.to(home)
+
+
+def _one_over_spread(unit: Tensor) -> float:
+    """Of the sensors that move, the median one's."""
+    spread = unit.flatten(1).std(0)
+    moving = spread[spread > 0]
+    return 1.0 / float(moving.median()) if len(moving) else 1.0
 
 
 def temperature(scores: Tensor) -> float:

@@ -75,6 +75,9 @@ class RobustifyConfig:
     units: Units = "teacher"
     """What eps, noise and radii are stated in: ``std``, standard deviations of each sensor over the states that the teacher visits;
     ``teacher``, the teacher's own input units; ``raw``, the environment's."""
+    sensor_eps: tuple[float, ...] | None = None
+    """With ``units`` raw: a size for each sensor, in the environment's units. eps, noise and radii then count in these: eps 1 allows
+    every sensor its own."""
 
     def __post_init__(self) -> None:
         for name, least in (
@@ -104,6 +107,14 @@ class RobustifyConfig:
                 f"observation by any other; expected less than {WIDEST:g}. For {self.eps:g} hundredths of one write "
                 f'{self.eps / 100:g}; for {self.eps:g} in the environment\'s own units add --units raw (units="raw").'
             )
+        if self.sensor_eps is not None:
+            if self.units != "raw":
+                raise SortRLError(
+                    f'robustify: sensor_eps states sizes in the environment\'s units, and units is {self.units}. Add units="raw" '
+                    "(--units raw)."
+                )
+            if not self.sensor_eps or not all(0 < size < float("inf") for size in self.sensor_eps):
+                raise SortRLError(f"robustify: sensor_eps is {self.sensor_eps}, expected a positive number per sensor.")
         if not self.choose_eps or not all(0 <= eps < float("inf") for eps in self.choose_eps):
             raise SortRLError(f"robustify: choose_eps is {self.choose_eps}, expected one or more finite numbers >= 0.")
         if 0.0 not in self.eps_grid or not all(0 <= eps < float("inf") for eps in self.eps_grid):
@@ -131,6 +142,8 @@ class _Preset:
     dagger_rounds: int = 0
     noise: float = 0.0
     """In units of eps."""
+    dagger_eps: float = 0.0
+    """In units of eps."""
     units: Units = "teacher"
     changes: Mapping[str, Any] = field(default_factory=dict)
     """Other fields of ``RobustifyConfig`` that differ from the defaults."""
@@ -145,6 +158,7 @@ PRESETS: dict[str, _Preset] = {
         _EXPLORED,
         dagger_rounds=2,
         noise=3.0,
+        dagger_eps=1.5,
         units="std",
         changes={"noise": 0.3, "dagger_states": 15_000, "episodes": 50, "suite": "quick"},
     ),
@@ -172,6 +186,13 @@ def robustify_config(
     chosen = PRESETS[preset]
     # A task's own settings belong to the units that they were found in.
     task = TASKS.get(env_id, Task(env_id, "")) if preset != "auto" else Task(env_id, "")
+    if eps is None and changes.get("units") == "raw":
+        if not changes.get("sensor_eps"):
+            raise SortRLError(
+                "robustify: units raw needs a size in the environment's units: eps, one for all sensors, or sensor_eps, one for each "
+                "(--eps, --sensor-eps)."
+            )
+        eps = 1.0
     eps = task.eps if eps is None else eps
     if isinstance(eps, bool) or not isinstance(eps, (int, float)):
         raise SortRLError(f"robustify: eps is {eps!r}, expected a number (in {_UNITS[chosen.units]}).")
@@ -183,7 +204,7 @@ def robustify_config(
         student=chosen.recipe.for_eps(eps),
         dagger_rounds=chosen.dagger_rounds,
         dagger_states=20_000,
-        dagger_eps=0.0,
+        dagger_eps=chosen.dagger_eps * eps,
         noise=chosen.noise * eps,
         smoothing=0.0,
         start_radius=0.0,
@@ -199,6 +220,8 @@ def robustify_config(
     defaults = dict(chosen.changes)
     if given.get("units", chosen.units) != "std":
         defaults.pop("noise", None)  # its size is known in standard deviations alone; in other units it goes by eps
+        if "scale" in config.student.options and preset == "auto":
+            defaults["scale"] = None  # nor is it known how much sensors vary in those
     return _with_changes(config, {**defaults, **task.settings(preset), **given})
 
 

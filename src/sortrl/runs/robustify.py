@@ -24,6 +24,8 @@ from sortrl.runs.stages import TEST_SEED_OFFSET
 from sortrl.teachers.grading import LOG_FILE
 from sortrl.teachers.load.load import load_teacher
 
+MOST_NAMED = 12  # sensors that an error names
+
 
 def robustify(
     teacher: Any = None,
@@ -65,9 +67,10 @@ def robustify(
         quiet: no progress on the terminal.
         track: where measurements of every stage go besides: ``csv`` (``progress.csv`` in ``out``), ``wandb``, ``mlflow``, or a function
             of the stage's title and a row of numbers.
-        changes: the other options of the command line, by the same names: ``units``, ``keep`` (share of the teacher's skill, 0.95),
-            ``quick`` (one rung of the ladder), ``states``, ``steps``, ``episodes``, ``harden``, ``candidates``; or any other field of
-            ``RobustifyConfig`` or ``DistillConfig`` (of the preset ``thresholds``: ``ThresholdConfig``), for example ``steps=500``.
+        changes: the other options of the command line, by the same names: ``units``, ``sensor_eps`` (raw sizes, one per
+            sensor), ``keep`` (share of the teacher's skill, 0.95), ``quick`` (one rung of the ladder), ``states``, ``steps``,
+            ``episodes``, ``harden``, ``candidates``; or any other field of ``RobustifyConfig`` or ``DistillConfig`` (of the preset
+            ``thresholds``: ``ThresholdConfig``), for example ``steps=500``.
     """
     env_id = env_id_of(env)
     info = describe(env_id)
@@ -127,6 +130,12 @@ def _statistics(env: Any) -> Any:
 
 def _check_early(config: RobustifyConfig, seed: int, info: EnvInfo) -> None:
     """What would otherwise fail after hours of training."""
+    sizes = config.sensor_eps
+    if sizes is not None and (len(sizes),) != info.obs_shape:
+        names = f" ({', '.join(info.obs_names)})" if len(info.obs_names) <= MOST_NAMED else ""
+        raise SortRLError(
+            f"robustify: sensor_eps has {len(sizes)} sizes, but observations of {info.env_id} have shape {info.obs_shape}{names}."
+        )
     if info.is_image and config.eps >= 1:
         raise too_wide(info, config.eps, 1.0)
     if not isinstance(seed, int) or not 0 <= seed < TEST_SEED_OFFSET:

@@ -104,7 +104,7 @@ class Run:
         if self.config.start_radius > 0:
             teacher = decided_at_start(teacher, self.env_id, self.config.start_radius)
         data = self.demonstrations(teacher)
-        if self.config.units == "std" and not self.config.learns_from_another:  # whose answers those are
+        if self.config.units != "teacher" and not self.config.learns_from_another:  # whose answers those are
             data = merge(self.plain(teacher), data)
         training, held_out = split(data, VALIDATION_SHARE, self.seed)
         recipe, work = self.config.student, self.work(teacher, training, held_out)
@@ -146,9 +146,11 @@ class Run:
                 f"robustify: units {self.config.units} is for observations that are vectors; those of {self.env_id} have shape "
                 f"{shape}. Leave it out."
             )
+        units = standardised(self.plain(teacher).obs)
         if self.config.units == "raw":
-            return in_units(teacher, Normalizer.identity(shape))
-        return in_units(teacher, standardised(self.plain(teacher).obs))
+            sizes = np.ones(shape) if self.config.sensor_eps is None else np.array(self.config.sensor_eps)
+            units = Normalizer(units.mean, sizes)
+        return in_units(teacher, units)
 
     def plain(self, teacher: Teacher) -> Demonstrations:
         """States of the teacher's undisturbed play, over which the units are measured."""
@@ -243,7 +245,7 @@ class Run:
 
     def demonstrations(self, teacher: Teacher) -> Demonstrations:
         states = self.config.collect.states
-        if self.config.units == "std":  # the others are :meth:`plain`
+        if self.config.units != "teacher":  # the others are :meth:`plain`
             states = max(1, round((1.0 - PLAIN_SHARE) * states))
         config = replace(self.config.collect, states=states, eps_unit=self.config.noise)
 
