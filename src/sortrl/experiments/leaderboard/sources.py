@@ -20,7 +20,7 @@ from sortrl.experiments.leaderboard.measuring import Entrant, Player
 from sortrl.experiments.leaderboard.protocols import Protocol
 from sortrl.nets import hub, zoo
 from sortrl.nets.interval_policy import IntervalPolicy
-from sortrl.nets.thresholds import RoundedPolicy
+from sortrl.nets.thresholds import ThresholdPolicy
 from sortrl.runs.run import identity_of, read_run
 from sortrl.runs.stages import RUN_FILE
 from sortrl.teachers import Teacher, load_teacher
@@ -105,7 +105,7 @@ def _plain(run: Path) -> str:
 def _kind(policy: Any, folder: Path) -> Kind:
     if isinstance(policy, IntervalPolicy):
         return "baseline"
-    if isinstance(policy, RoundedPolicy):
+    if isinstance(policy, ThresholdPolicy):
         return "threshold"
     config = identity_of(folder).get("config")
     return "memory" if isinstance(config, dict) and config.get("preset") == "memory" else "SortRL"
