@@ -15,6 +15,8 @@ from sortrl import cli
 from sortrl.attacks import PGD
 from sortrl.core.errors import SortRLError
 from sortrl.core.normalizer import Normalizer
+from sortrl.core.pieces import Here
+from sortrl.core.workers import Processes
 from sortrl.envs import describe
 from sortrl.experiments import leaderboard
 from sortrl.experiments.leaderboard import PROTOCOLS, Entrant, Player, Protocol, Task, Trial, enter, read_board
@@ -89,6 +91,17 @@ def test_an_entry_is_made_trial_by_trial_continued_and_shown(student, tiny, tmp_
     out = capsys.readouterr().out
     assert "someone" in out
     assert json.loads((tmp_path / "shown.json").read_text()) == [again]
+
+
+def test_workers_make_the_entry_that_one_process_makes(tiny, tmp_path):
+    few = replace(tiny, trials=tiny.trials[:2])
+    alone, shared = (
+        enter(entrant(restless(), kind="teacher"), few, tmp_path / name, tmp_path / name / "work", print, engine)
+        for name, engine in (("alone", Here(threads=1)), ("shared", Processes(2)))
+    )
+    timed = {"seconds_per_decision": 0.0, "machine": {}}
+    assert {**alone, **timed} == {**shared, **timed}
+    assert len(shared["attacks"]) == 1
 
 
 def test_another_agent_of_the_same_name_is_refused(student, tiny, tmp_path):
@@ -305,6 +318,10 @@ def test_the_board_is_sorted_filtered_and_written_out(tmp_path, capsys):
     ]
     for number, entry in enumerate(entries):
         (tmp_path / f"{number}.json").write_text(json.dumps(entry))
+    finished = {**made("<weak>", [500, 500], [10, 20], None), "missing": []}
+    (tmp_path / "0.json").write_text(json.dumps(finished))
+    assert [entry["agent"] for entry in read_board(tmp_path).entries] == ["<weak>", "strong", "other"]
+    (tmp_path / "0.json").write_text(json.dumps(entries[0]))
     board = read_board(tmp_path)
     assert [entry["agent"] for entry in board.entries] == ["strong", "<weak>", "other"]
     assert [entry["agent"] for entry in board.chosen(certified=True).entries] == ["strong"]

@@ -287,9 +287,11 @@ def clean_episodes(policy: CertifiedPolicy, env_id: str, episodes: int, seed: in
 
 @torch.no_grad()
 def clean_observations(
-    policy: Policy, env_id: str, episodes: int, seed: int, most: int | None = None
+    policy: Policy, env_id: str, episodes: int, seed: int, most: int | None = None, slots: int = 1
 ) -> list[npt.NDArray[Any]]:
-    """The raw observations (steps, *obs_shape) of greedy episodes without an attack; of each at most the first ``most``."""
+    """The raw observations (steps, *obs_shape) of greedy episodes without an attack; of each at most the first ``most``.
+
+    With one slot scores do not depend, in their last bits, on which other states were in the batch."""
     found: list[list[npt.NDArray[Any]]] = [[] for _ in range(episodes)]
 
     class Brief(Episode):
@@ -297,11 +299,13 @@ def clean_observations(
             return self.steps == most
 
     def act(playing: list[Brief]) -> list[int]:
-        (episode,) = playing
-        found[episode.number].append(episode.obs)
-        return [int(policy.scores(policy.normalize(episode.obs[None])).argmax())]
+        for episode in playing:
+            found[episode.number].append(episode.obs)
+        unit = policy.normalize(np.stack([episode.obs for episode in playing]))
+        actions: list[int] = policy.scores(unit).argmax(1).tolist()
+        return actions
 
-    with EnvSlots(env_id, 1) as envs:  # one at a time: scores depend on the batch in their last bits
+    with EnvSlots(env_id, slots) as envs:
         play_episodes(envs, episode_seeds(seed, episodes), act, Brief)
     return [np.stack(states) for states in found]
 

@@ -68,7 +68,7 @@ class Entry(TypedDict):
     certified: dict[str, float] | None
     """Share of the decisions of clean play that are proven, by eps; None of an agent without certificates."""
     seconds_per_decision: float
-    """Of single observations, one thread: the fastest of several rounds."""
+    """Of the processor, for single observations, one thread: the fastest of several rounds."""
     training_minutes: float | None
     """After its teacher, or from nothing if it had none; None where nobody wrote it down."""
     versions: dict[str, str]
@@ -205,12 +205,13 @@ def read_board(folder: Path, protocols: Mapping[str, Protocol] = PROTOCOLS) -> B
         else:
             others.append((entry, why))
     tasks = [(protocol.name, task.env_id) for protocol in protocols.values() for task in protocol.tasks]
-    ranked.sort(key=lambda entry: (tasks.index((entry["protocol"]["name"], entry["task"])), *_rank(entry)))
+    ranked.sort(key=lambda entry: (tasks.index((entry["protocol"]["name"], entry["task"])), _rank(entry)))
     return Board(tuple(ranked), tuple(others))
 
 
-def _rank(entry: Entry) -> tuple[float, float, str]:
-    return -entry["worst"]["mean"], -entry["clean"]["mean"], entry["agent"]
+def _rank(entry: Entry) -> tuple[bool, float, float, str]:
+    """Who has not met every attack yet stands below those who have."""
+    return bool(entry["missing"]), -entry["worst"]["mean"], -entry["clean"]["mean"], entry["agent"]
 
 
 def certified_at(entry: Entry, protocols: Mapping[str, Protocol] = PROTOCOLS) -> float | None:
