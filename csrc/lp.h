@@ -4,6 +4,9 @@
 // 2^(-96/p) and 2^(96/p), and a call that leaves this range is done again in the second way. There, a pass of the max
 // layer comes first and everything is divided by the maximum, so that nothing overflows whatever p is. At large p almost
 // every power is below the last bit of the sum; where a power is dear, only the inputs near the maximum are raised.
+//
+// Inputs that take few values in a batch need no power per row at all (levels.h). There, everything is divided by the largest
+// |x - w| of a unit in the batch; a call in which some y is so much smaller that its powers would be lost is done again as above.
 #pragma once
 
 #include "max.h"
@@ -138,7 +141,63 @@ void lp_forward_scaled(const Problem& problem, float p, float* y, Power power) {
   });
 }
 
+// A sum of powers of |t| / largest below this has lost too many of them.
+constexpr float kLeastSum = 0x1p-90f;
+
+// The largest |x - w| of the units in a panel; those beyond the last repeat it.
+struct PanelScale {
+  float largest[kWidth];
+  V inverse[kVectors];
+
+  PanelScale() = default;
+  PanelScale(const Problem& problem, const Levels& levels, const Kept& outputs, int64_t first) {
+    for (int64_t j = 0; j < kWidth; ++j)
+      largest[j] = first + j < outputs.size() ? levels.farthest(problem.w + outputs.index[first + j] * problem.in, problem.in)
+                                              : largest[j - 1];
+    for (int v = 0; v < kVectors; ++v) {
+      const V top = load(largest + v * kLanes);
+      inverse[v] = top > 0.0f ? reciprocal(top) : V{};
+    }
+  }
+};
+
+// Returns whether every sum was large enough.
+inline bool lp_forward_by_levels(const Problem& problem, const Levels& levels, AnyPower power, float* y) {
+  std::atomic<bool> in_range{true};
+  for_each_panel(problem, kWidth, kTaskRows, [&](const ForwardTask& task) {
+    const FlushSubnormals guard;
+    const Kept& rest = levels.rest();
+    const int64_t n = task.row_end - task.row_begin;
+    const PanelScale scale(problem, levels, *task.outputs, task.first_output);
+    Buffer<float> panel(problem.in * kWidth), total(n * kWidth, 0.0f);
+    pack_panel(problem, *task.inputs, *task.outputs, task.first_output, kWidth, 0, problem.in, panel.data());
+    accumulate_levels<kWidth>(
+        levels, panel.data(), task.row_begin, task.row_end, total.data(),
+        [&](V x, V w, int64_t v) { return power.even((x - w) * scale.inverse[v]); }, [](V a, V b) { return a + b; });
+    if (rest.size() > 0) {
+      const Rows rows(problem.x, problem.in, rest, task.row_begin, task.row_end);
+      pack_panel(problem, rest, *task.outputs, task.first_output, kWidth, 0, rest.size(), panel.data());
+      for (int64_t b = 0; b < n; ++b)
+        sum_all_powers(rows[b], panel.data(), rest.size(), scale.largest, total.data() + b * kWidth,
+                       [=](V s) { return power.even(s); });
+    }
+    bool good = true;
+    for (int64_t j = 0; j < total.size(); ++j) good &= total[j] >= kLeastSum || scale.largest[j % kWidth] == 0.0f;
+    if (!good) in_range = false;
+    take_root(total.data(), n * kWidth, power.p);
+    for (int64_t b = 0; b < n; ++b) {
+      float* row = total.data() + b * kWidth;
+      for (int64_t j = 0; j < kWidth; ++j) row[j] = scale.largest[j] > 0.0f ? scale.largest[j] * row[j] : 0.0f;
+      scatter_outputs(task, row, kWidth, y + (task.row_begin + b) * problem.out);
+    }
+  });
+  return in_range;
+}
+
 inline void lp_forward(const Problem& problem, float p, float* y) {
+  if (const Levels levels(problem); levels) {
+    if (lp_forward_by_levels(problem, levels, AnyPower(p), y)) return;
+  }
   const bool done = p == 2.0f    ? lp_forward_raw<1, 1>(problem, p, y)
                     : p == 4.0f  ? lp_forward_raw<1, 2>(problem, p, y)
                     : p == 6.0f  ? lp_forward_raw<3, 1>(problem, p, y)
@@ -299,9 +358,8 @@ Factors lp_factors(const Problem& problem, const std::vector<Kept>& outputs, con
 }
 
 template <bool Scaled, bool Sparse, class Power>
-void lp_backward_with(const Problem& problem, float p, const float* y, const float* grad, float* grad_x, float* grad_w,
-                      Power power) {
-  const auto inputs = kept_per_chunk(problem.in_keep, problem.chunks, problem.in);
+void lp_backward_with(const Problem& problem, const std::vector<Kept>& inputs, float p, const float* y, const float* grad,
+                      float* grad_x, float* grad_w, Power power) {
   const auto outputs = kept_per_chunk(problem.out_keep, problem.chunks, problem.out);
   const auto raw_weight = [&](float inverse) { return power(broadcast(inverse))[0]; };
   const Factors factors = lp_factors(problem, outputs, y, grad, Scaled, negligible_ratio(p - 1.0f), raw_weight);
@@ -314,22 +372,23 @@ void lp_backward_with(const Problem& problem, float p, const float* y, const flo
 }
 
 template <class Power>
-void lp_backward_scaled(const Problem& problem, float p, const float* y, const float* grad, float* grad_x, float* grad_w,
-                        Power power) {
+void lp_backward_scaled(const Problem& problem, const std::vector<Kept>& inputs, float p, const float* y, const float* grad,
+                        float* grad_x, float* grad_w, Power power) {
   const auto run = p > kSparseFrom ? lp_backward_with<true, true, Power> : lp_backward_with<true, false, Power>;
-  run(problem, p, y, grad, grad_x, grad_w, power);
+  run(problem, inputs, p, y, grad, grad_x, grad_w, power);
 }
 
-inline void lp_backward(const Problem& problem, float p, const float* y, const float* grad, float* grad_x,
-                        float* grad_w) {
+// The gradients that these inputs have a part in.
+inline void lp_backward_of(const Problem& problem, const std::vector<Kept>& inputs, float p, const float* y, const float* grad,
+                           float* grad_x, float* grad_w) {
   bool raw = p <= 16.0f;
   for (int64_t b = 0; raw && b < problem.batch; ++b)
     for (int64_t k = 0; k < problem.out; ++k)
       if (!problem.out_keep || problem.out_keep[b / problem.chunk_rows() * problem.out + k])
         raw &= in_raw_range(y[b * problem.out + k], p);
-#define SORTRL_RAW(P, BASE, DOUBLINGS) \
-  if (raw && p == P)                   \
-    return lp_backward_with<false, false>(problem, p, y, grad, grad_x, grad_w, [](V t) { return odd_power<BASE>(t, DOUBLINGS); });
+#define SORTRL_RAW(P, BASE, DOUBLINGS)                                                      \
+  if (raw && p == P)                                                                        \
+    return lp_backward_with<false, false>(problem, inputs, p, y, grad, grad_x, grad_w, [](V t) { return odd_power<BASE>(t, DOUBLINGS); });
   SORTRL_RAW(2.0f, 1, 1)
   SORTRL_RAW(4.0f, 1, 2)
   SORTRL_RAW(6.0f, 3, 1)
@@ -338,8 +397,85 @@ inline void lp_backward(const Problem& problem, float p, const float* y, const f
   SORTRL_RAW(16.0f, 1, 4)
 #undef SORTRL_RAW
   with_power(p, [&](auto power) {
-    lp_backward_scaled(problem, p, y, grad, grad_x, grad_w, [=](V s) { return power.odd(s); });
+    lp_backward_scaled(problem, inputs, p, y, grad, grad_x, grad_w, [=](V s) { return power.odd(s); });
   });
+}
+
+// The gradient of w, for inputs that take few values: what a unit's rows weigh is summed for every value, then multiplied with
+// the power of that value's distance. Returns false, with nothing done, where some y is too small beside its unit's scale.
+inline bool lp_backward_by_levels(const Problem& problem, const Levels& levels, AnyPower power, const float* y,
+                                  const float* grad, float* grad_w) {
+  const int64_t in = problem.in, out = problem.out, chunk_rows = problem.chunk_rows(), panels = (out + kWidth - 1) / kWidth;
+  const auto inputs = kept_per_chunk(nullptr, 1, in);
+  const auto outputs = kept_per_chunk(problem.out_keep, problem.chunks, out);
+  Kept all = kept_per_chunk(nullptr, 1, out)[0];
+  std::vector<PanelScale> scales(panels, PanelScale());
+  std::atomic<bool> in_range{true};
+  const float most = std::exp2(90.0f / power.p);
+  parallel_for(panels, problem.threads, [&](int64_t panel) {
+    const int64_t first = panel * kWidth, end = std::min(out, first + kWidth);
+    scales[panel] = PanelScale(problem, levels, all, first);
+    bool good = true;
+    for (int64_t b = 0; b < problem.batch; ++b)
+      for (int64_t k = first; k < end; ++k) {
+        const float largest = scales[panel].largest[k - first];
+        const bool kept = !problem.out_keep || problem.out_keep[b / chunk_rows * out + k];
+        good &= !kept || y[b * out + k] * most >= largest;
+      }
+    if (!good) in_range = false;
+  });
+  if (!in_range) return false;
+  parallel_for(panels, problem.threads, [&](int64_t panel) {
+    const FlushSubnormals guard;
+    const int64_t first = panel * kWidth, end = std::min(out, first + kWidth);
+    const PanelScale& scale = scales[panel];
+    Buffer<float> w(in * kWidth), gradient((in + 3) * kWidth, 0.0f), weight(chunk_rows * kWidth);
+    pack_panel(problem, inputs[0], all, first, kWidth, 0, in, w.data());
+    for (int64_t c = 0; c < problem.chunks; ++c) {
+      const int64_t begin = c * chunk_rows, rows = std::min(problem.batch - begin, chunk_rows);
+      std::fill(weight.data(), weight.data() + weight.size(), 0.0f);
+      for (int64_t b = 0; b < rows; ++b) {
+        float g[kWidth] = {}, of[kWidth] = {};
+        std::copy(grad + (begin + b) * out + first, grad + (begin + b) * out + end, g);
+        std::copy(y + (begin + b) * out + first, y + (begin + b) * out + end, of);
+        for (int64_t k = first; problem.out_keep && k < end; ++k)
+          if (!problem.out_keep[c * out + k]) of[k - first] = 0.0f;
+        for (int64_t v = 0; v < kWidth; v += kLanes) {
+          const V value = load(of + v), ratio = value > 0.0f ? load(scale.largest + v) / value : V{};
+          store(weight.data() + b * kWidth + v, load(g + v) * power.odd(ratio));
+        }
+      }
+      if (rows > 0)
+        sum_by_level<kWidth>(levels, begin, begin + rows, weight.data(), [&](const Levels::Member& member, int32_t j, int64_t v, V sum) {
+          float* to = gradient.data() + member.input * kWidth + v * kLanes;
+          const V t = broadcast(member.value[j]) - load(w.data() + member.input * kWidth + v * kLanes);
+          store(to, load(to) - sum * power.odd(t * scale.inverse[v]));
+        });
+    }
+    for (int64_t i = 0; i < in; i += 4)
+      for (int64_t k = first; k < end; k += 4) {
+        float corner[16];
+        const float* from = gradient.data() + i * kWidth + k - first;
+        const float* rows[4] = {from, from + kWidth, from + 2 * kWidth, from + 3 * kWidth};
+        transpose_4x4(rows, corner, 4);
+        for (int64_t r = 0; r < std::min<int64_t>(4, end - k); ++r)
+          for (int64_t l = 0; l < std::min<int64_t>(4, in - i); ++l) grad_w[(k + r) * in + i + l] += corner[4 * r + l];
+      }
+  });
+  return true;
+}
+
+inline void lp_backward(const Problem& problem, float p, const float* y, const float* grad, float* grad_x,
+                        float* grad_w) {
+  if (grad_w && !grad_x) {
+    if (const Levels levels(problem); levels) {
+      const bool done = lp_backward_by_levels(problem, levels, AnyPower(p), y, grad, grad_w);
+      if (done && levels.rest().size() > 0)
+        lp_backward_of(problem, std::vector<Kept>(problem.chunks, levels.rest()), p, y, grad, nullptr, grad_w);
+      if (done) return;
+    }
+  }
+  lp_backward_of(problem, kept_per_chunk(problem.in_keep, problem.chunks, problem.in), p, y, grad, grad_x, grad_w);
 }
 
 }  // namespace sortrl::SORTRL_ISA

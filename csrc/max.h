@@ -4,7 +4,7 @@
 #include <cmath>
 #include <limits>
 
-#include "tile.h"
+#include "levels.h"
 
 namespace sortrl::SORTRL_ISA {
 
@@ -72,9 +72,18 @@ void accumulate_task(const Problem& problem, const ForwardTask& task, const Rows
 }
 
 inline void max_forward(const Problem& problem, float* y) {
-  for_each_panel(problem, kWidth, kTaskRows, [&](const ForwardTask& task) {
+  const Levels levels(problem);
+  for_each_panel(problem, kWidth, kTaskRows, [&](ForwardTask task) {
+    Buffer<float> acc((task.row_end - task.row_begin) * kWidth, 0.0f);
+    if (levels) {  // the same differences, and a maximum does not depend on their order
+      Buffer<float> panel(problem.in * kWidth);
+      pack_panel(problem, *task.inputs, *task.outputs, task.first_output, kWidth, 0, problem.in, panel.data());
+      accumulate_levels<kWidth>(levels, panel.data(), task.row_begin, task.row_end, acc.data(),
+                                [](V x, V w, int64_t) { return absolute(x - w); }, [](V a, V b) { return maximum(a, b); });
+      task.inputs = &levels.rest();
+    }
     const Rows rows(problem.x, problem.in, *task.inputs, task.row_begin, task.row_end);
-    Buffer<float> panel(kPanelSize), acc((task.row_end - task.row_begin) * kWidth, 0.0f);
+    Buffer<float> panel(kPanelSize);
     accumulate_task(problem, task, rows, panel, acc.data(), MaxStep());
     for (int64_t b = task.row_begin; b < task.row_end; ++b)
       scatter_outputs(task, acc.data() + (b - task.row_begin) * kWidth, kWidth, y + b * problem.out);

@@ -76,6 +76,25 @@ struct GeneralPower {
   }
 };
 
+// Any of these, chosen as it runs, where few powers are needed.
+struct AnyPower {
+  static constexpr bool dear = true;
+  int base = 0, doublings = 0;
+  float p;
+  explicit AnyPower(float p) : p(p) {
+    for (int s = 1; s <= 12; ++s) {
+      if (p == float(1 << s)) base = 1, doublings = s;
+      if (p == float(3 << s)) base = 3, doublings = s;
+    }
+  }
+  V even(V s) const {
+    return base == 1 ? even_power<1>(s, doublings) : base == 3 ? even_power<3>(s, doublings) : GeneralPower{p}.even(s);
+  }
+  V odd(V s) const {
+    return base == 1 ? odd_power<1>(s, doublings) : base == 3 ? odd_power<3>(s, doublings) : GeneralPower{p}.odd(s);
+  }
+};
+
 // Call `body` with the cheapest way to raise to p. The exponents compiled in full are those of the middle of a training
 // schedule, where most terms count; beyond, it pays to look for the few that do.
 template <class Body>

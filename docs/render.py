@@ -153,7 +153,9 @@ def _worst(point: dict[str, Any]) -> str:
 
 
 def bench_table(results: dict[str, Any]) -> str:
-    return bench.table(results).strip()
+    machine = results["machine"]
+    where = f"{machine['cpu']}, {machine['cores']} cores, {machine['isa']}, torch {machine['torch']}:"
+    return f"{where}\n\n{bench.table(results).strip()}"
 
 
 def run_table(results: dict[str, Any]) -> str:
@@ -292,6 +294,7 @@ TABLES = {
     "compute": ("compute", compute_table),
     "baselines": ("baselines", baselines_table),
     "bench": ("bench", bench_table),
+    "bench-xeon": ("bench-xeon", bench_table),
 }
 
 

@@ -75,6 +75,63 @@ def test_lp_dist_is_its_definition(shape, p, masked):
     assert_same(ours[:1], definition[:1], 2e-6)
 
 
+def few_values(batch: int, fan_in: int, counts: tuple[int, ...], others: int = 0) -> Tensor:
+    """Columns of x that take few values (``counts``, over and over), and ``others`` that take as many as there are rows."""
+    generator = torch.Generator().manual_seed(batch * fan_in)
+    columns = []
+    for column in range(fan_in):
+        values = torch.randn(counts[column % len(counts)], generator=generator)
+        columns.append(values[torch.randint(len(values), (batch,), generator=generator)])
+    x = torch.stack(columns, 1)
+    if others:
+        x[:, :: fan_in // others] = torch.randn(batch, len(range(0, fan_in, fan_in // others)), generator=generator)
+    return x
+
+
+FEW = [
+    (64, 100, 33, (2,), 0),
+    (133, 257, 50, (1, 2, 3, 5, 7, 16), 0),
+    (40, 130, 20, (2, 3, 17, 4), 13),
+    (600, 65, 17, (2,), 20),
+]
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("p", [2.0, 3.5, 8.0, 24.0, 64.0, 1000.0, 1024.0])
+@pytest.mark.parametrize("case", FEW, ids=str)
+def test_lp_dist_of_few_values_is_its_definition(case, p, masked):
+    """Inputs like those of images behind ramps go through tables; the gradient of w alone does, too."""
+    batch, fan_in, out, counts, others = case
+    x = few_values(batch, fan_in, counts, others)
+    _, w, _, out_keep, grad = problem(batch, fan_in, out, masked)
+    results = []
+    for function, weight in ((ops.lp_dist, w.clone()), (reference.lp_dist, w.double())):
+        leaf = weight.requires_grad_()
+        y = function(x.to(leaf.dtype), leaf, p, None, out_keep)
+        results.append((y.detach(), torch.zeros(1), torch.autograd.grad(y, leaf, grad.to(y.dtype))[0]))
+    ours, definition = results
+    assert_same(ours, definition, 2e-6 + 4e-7 * p)
+    assert_same(ours[:1], definition[:1], 2e-6)
+
+
+def test_tables_give_way_where_powers_would_vanish():
+    """A unit whose scale is far above its distances in some rows: sums of tables would be 0 there."""
+    x = torch.zeros(64, 40)
+    x[:32] = 50.0
+    w = torch.cat([torch.full((20, 40), 50.0), torch.full((20, 40), 49.0)])
+    definition = reference.lp_dist(x.double(), w.double(), 64.0)
+    assert definition.max() / definition[definition > 0].min() > 40
+    torch.testing.assert_close(ops.lp_dist(x, w, 64.0).double(), definition, rtol=1e-5, atol=0.0)
+
+
+@pytest.mark.parametrize("case", FEW, ids=str)
+def test_max_dist_of_few_values_is_its_definition_to_the_bit(case):
+    batch, fan_in, out, counts, others = case
+    x = few_values(batch, fan_in, counts, others)
+    w = torch.randn(out, fan_in, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(ops.max_dist(x, w), reference.max_dist(x, w))
+
+
 @pytest.mark.parametrize("top", [1, 3, 4, 8, 12, 16, 20, 32])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_sort_dist_is_its_definition(shape, top):
@@ -258,6 +315,15 @@ def test_results_do_not_depend_on_threads_and_repeat_exactly():
                 results.append(with_gradients(function, x, w, grad))
             for other in results[1:]:
                 assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+        few = few_values(300, 200, (2, 3))
+        for p in (8.0, 64.0):
+            results = []
+            for threads in (1, 2, 3, 7, 1):
+                torch.set_num_threads(threads)
+                leaf = w.clone().requires_grad_()
+                y = ops.lp_dist(few, leaf, p)
+                results.append((y.detach(), *torch.autograd.grad(y, leaf, grad)))
+            assert all(torch.equal(a, b) for other in results for a, b in zip(results[0], other, strict=True))
     finally:
         torch.set_num_threads(before)
 

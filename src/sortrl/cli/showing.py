@@ -167,20 +167,25 @@ def tasks() -> None:
         print(f"{task.env_id:<{width}} eps {task.eps:<8.3g} {task.summary}")
 
 
-def bench(json: Path | None = None, quick: bool = False) -> None:
+def bench(json: Path | None = None, quick: bool = False, whole_jobs: bool = False) -> None:
     """Time the kernels against torch and against the machine's measured limit.
 
     Args:
-        json: Write the measurements here.
+        json: Write the measurements here; beside it goes a picture (.png) of them and of other processors' (NAME-*.json).
         quick: Tiny shapes, to see that it works.
+        whole_jobs: Time robustify CartPole-v1 and the demo as well: some minutes more.
     """
     from sortrl.experiments import bench as module
 
     results = module.run(
-        quick=quick, repeats=5 if quick else 25, progress=lambda line: print(line, file=sys.stderr, flush=True)
+        quick=quick,
+        repeats=5 if quick else 15,
+        progress=lambda line: print(line, file=sys.stderr, flush=True),
+        whole_jobs=whole_jobs,
     )
     if json is not None:
         module.write(results, json)
+        module.draw_all(json)
     print(module.table(results))
 
 

@@ -14,6 +14,8 @@ from torch import Tensor, nn
 
 from sortrl.core.errors import SortRLError
 
+TABULATED = 1 << 14  # of so many bytes or more, units are looked up
+
 
 class Normalizer(nn.Module):
     """``unit = clamp((raw - mean) / scale, -clip, clip)``.
@@ -64,6 +66,12 @@ class Normalizer(nn.Module):
             raise SortRLError(
                 f"Observations have shape {tuple(observations.shape)}, expected (batch, {', '.join(map(str, self.obs_shape))})."
             )
+        if observations.dtype == torch.uint8 and observations.numel() > TABULATED and not torch.compiler.is_compiling():
+            values = self._of_bytes()
+            if values is not None:
+                return values.index_select(0, observations.to(values.device).flatten().int()).reshape(
+                    observations.shape
+                )
         exact = (observations.to(self.mean.device, torch.float64) - self.mean) / self.scale
         unit = exact.clamp(-self.clip, self.clip).float()
         if not (torch.isfinite(exact).all() and torch.isfinite(unit).all()):  # a clip would hide an infinity
@@ -71,6 +79,15 @@ class Normalizer(nn.Module):
                 "Observations contain NaN or infinity; no decision can be certified for them. Check the sensor or the environment."
             )
         return unit
+
+    def _of_bytes(self) -> Tensor | None:
+        """The units of all bytes, by the same arithmetic; None where coordinates differ in it."""
+        mean, scale = self.mean.flatten()[:1], self.scale.flatten()[:1]
+        if not (bool((self.mean == mean).all()) and bool((self.scale == scale).all())):
+            return None
+        exact = (torch.arange(256, dtype=torch.float64, device=mean.device) - mean) / scale
+        values = exact.clamp(-self.clip, self.clip).float()
+        return values if bool(torch.isfinite(exact).all() and torch.isfinite(values).all()) else None
 
     def to_raw(self, unit: Tensor) -> Tensor:
         """Unit space -> raw units, float64 (the inverse, ignoring the clip)."""

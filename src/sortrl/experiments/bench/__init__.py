@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import platform
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
@@ -22,16 +23,23 @@ import torch
 from sortrl.core import files
 from sortrl.core.errors import SortRLError
 from sortrl.core.workers import cores
-from sortrl.experiments.bench import games, growth, operators, policies, spread
+from sortrl.experiments.bench import games, growth, images, latency, operators, policies, spread, whole
 from sortrl.experiments.bench.attacked import attacked_play
+from sortrl.experiments.bench.figure import draw, draw_all
+from sortrl.experiments.bench.images import ImageSize
 from sortrl.experiments.bench.operators import Shape
 from sortrl.experiments.bench.policies import Size
 from sortrl.experiments.bench.timing import ENDLESS_S, SLOW_REPEATS, SLOW_S
 from sortrl.ops import cpu
 
-__all__ = ["run", "table", "write"]
+__all__ = ["draw", "draw_all", "run", "table", "write"]
 
 SEED = 0
+NAMES = {
+    operators.LIMIT_MAX: "maximum",
+    operators.LIMIT_POWER8: "p = 8",
+    operators.LIMIT_POWER8_TRAIN: "p = 8, with gradients",
+}
 MIN_REPEATS = 5
 
 
@@ -42,8 +50,10 @@ class Plan:
     main: Shape = (512, 640, 640)
     larger: tuple[Shape, ...] = ((512, 1280, 1280), (512, 7056, 1280))
     policy: Size = field(default_factory=Size)
-    inference_batches: tuple[int, ...] = (1, 64)
-    attacked: Size = field(default_factory=lambda: Size(batch=64))
+    inference_batch: int = 64
+    calls: int = 2000
+    images: ImageSize = field(default_factory=ImageSize)
+    attacked: Size = field(default_factory=lambda: Size(batch=16))
     games: int = 64
     pieces: int = 24
     scaling_middle: Shape = (512, 640, 640)
@@ -55,7 +65,19 @@ QUICK = Plan(
     main=(16, 24, 20),
     larger=((8, 40, 40),),
     policy=Size(width=24, depth=3, batch=16),
-    inference_batches=(1, 4),
+    inference_batch=4,
+    calls=20,
+    images=ImageSize(
+        side=12,
+        width=16,
+        batch=40,
+        printed_width=24,
+        printed_depth=3,
+        printed_head=(8,),
+        games=3,
+        starts=20,
+        fit_steps=10,
+    ),
     attacked=Size(width=24, depth=3, batch=4),
     games=0,  # new processes alone would take seconds
     pieces=0,
@@ -66,15 +88,24 @@ QUICK = Plan(
 
 
 def run(
-    quick: bool = False, repeats: int = MIN_REPEATS, progress: Callable[[str], None] | None = None
+    quick: bool = False,
+    repeats: int = MIN_REPEATS,
+    progress: Callable[[str], None] | None = None,
+    whole_jobs: bool = False,
 ) -> dict[str, Any]:
-    """Run everything with all cores; ``quick`` takes tiny sizes, whose figures say only that the benchmarks work."""
+    """Run everything with all cores; ``quick`` takes tiny sizes, whose figures say only that the benchmarks work. ``whole_jobs``
+    adds `sortrl robustify CartPole-v1` and the demo, each a few minutes."""
     if repeats < MIN_REPEATS:
         raise SortRLError(f"bench: {repeats} repeats, expected at least {MIN_REPEATS}: the best of fewer is noise.")
     threads = torch.get_num_threads()
     torch.set_num_threads(cores())
     try:
-        return _run(QUICK if quick else Plan(), quick, repeats, progress or (lambda _: None))
+        tell = progress or (lambda _: None)
+        results = _run(QUICK if quick else Plan(), quick, repeats, tell)
+        for job in whole.JOBS if whole_jobs else ():
+            results["cases"].append(whole.timed(job))
+            tell(_line(results["cases"][-1]))
+        return results
     finally:
         torch.set_num_threads(threads)
 
@@ -91,8 +122,18 @@ def _run(plan: Plan, quick: bool, repeats: int, progress: Callable[[str], None])
         limits.apply(row, loop)
     rows.append(policies.train_step(plan.policy, repeats))
     progress(_line(rows[-1]))
-    for batch in plan.inference_batches:
-        rows.append(operators.measure(policies.inference(plan.policy, batch), repeats, limits))
+    rows.append(operators.measure(policies.inference(plan.policy, plan.inference_batch), repeats, limits))
+    progress(_line(rows[-1]))
+    for row in latency.decisions(plan.policy, plan.images, plan.calls, repeats):
+        rows.append(row)
+        progress(_line(row))
+    for name, with_rival in (("train_step_images", True), ("train_step_printed", False)):
+        rows.append(images.train_step(name, plan.images, repeats, limits, with_rival))
+        progress(_line(rows[-1]))
+    rows.append(images.distillation(plan.images, repeats))
+    progress(_line(rows[-1]))
+    for name in ("attacked_images", "ri_fgsm_multi"):
+        rows.append(images.attacked(name, plan.images, repeats))
         progress(_line(rows[-1]))
     rows.append(attacked_play(plan.attacked, repeats))
     progress(_line(rows[-1]))
@@ -110,7 +151,31 @@ def _run(plan: Plan, quick: bool, repeats: int, progress: Callable[[str], None])
     progress("memory measured")
     slow = {"slow_s": SLOW_S, "slow_repeats": SLOW_REPEATS, "endless_s": ENDLESS_S}
     config = {"repeats": repeats, **slow, "seed": SEED, "quick": quick}
-    return {"machine": machine(), "config": config, "cases": rows, "scaling": scaling, "memory": memory}
+    return {
+        "machine": machine(),
+        "config": config,
+        "limits": {
+            "elements_per_s": {NAMES[loop]: rate for loop, rate in limits.rate.items()},
+            "bytes_per_s": bandwidth(),
+        },
+        "cases": rows,
+        "scaling": scaling,
+        "memory": memory,
+    }
+
+
+def bandwidth() -> float:
+    """Bytes per second that all cores together read and write, in a copy of what no cache holds."""
+    source = torch.ones(1 << 25)
+    target = torch.empty_like(source)
+    seconds = min(_seconds_of(lambda: target.copy_(source)) for _ in range(5))
+    return 2 * source.numel() * source.element_size() / seconds
+
+
+def _seconds_of(call: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
 
 
 def table(results: dict[str, Any]) -> str:
@@ -161,7 +226,7 @@ def _two_digits(ratio: float) -> str:
 
 
 def _line(case: dict[str, Any]) -> str:
-    return f"{case['op']} {tuple(case['shape'])}: {1e3 * case['ours_s']:.3g} ms, {_speed_ups(case)}"
+    return f"{case['op']} {tuple(case['shape'])}: {1e3 * case['ours_s']:.3g} ms, {_speed_ups(case) or 'no rival'}"
 
 
 def _cpu_model() -> str:

@@ -56,6 +56,7 @@ def attacked_play(size: Size, repeats: int) -> dict[str, Any]:
         "shape": [size.batch, info.obs_size, info.n_actions],
         "p": None,
         "ours_s": best["ours"],
+        "median_s": timing.median_s["ours"],
         "rivals": {"reference": best["reference"]},
         "limit_s": None,
         "wrong": sorted(wrong),

@@ -7,7 +7,7 @@ import math
 import resource
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -15,32 +15,74 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sortrl import ops
 from sortrl.core.errors import SortRLError
-from sortrl.experiments.bench import operators
+from sortrl.experiments.bench import attacked, operators
 from sortrl.experiments.bench.operators import Shape
 from sortrl.experiments.bench.policies import ACTIONS, INPUTS, Size, Step, make_policy
 from sortrl.experiments.bench.timing import Contender, take_turns
+from sortrl.nets import SortPolicy
+from sortrl.ops import MAX_TOP
 
+PLAYS = (4, 8, 16, 32, 64)  # environments
 AXES = ("batch", "in", "out")
 
 
 def scaling(middle: Shape, sizes: tuple[int, ...], repeats: int, generator: torch.Generator) -> dict[str, Any]:
-    """Seconds of three operators while one size at a time runs over ``sizes`` and the others stay at ``middle``.
+    """Seconds of three operators while one size at a time runs over ``sizes`` and the others stay at ``middle``; of a sort layer
+    while K grows, of a policy while its depth does, and of a step under attack while the number of environments does.
 
-    ``ratio`` is the cost per element at the largest size over that at the smallest: 1 is exactly linear.
+    ``seconds_per_element`` is per unit of what grows. ``ratio`` is that cost at the largest size over that at the smallest: 1 is
+    exactly linear.
     """
     build: dict[str, Callable[[Shape], operators.Case]] = {
         "max_forward": lambda shape: operators.max_forward(shape, False, generator),
         "lp_train": lambda shape: operators.lp_train(shape, 8.0, False, generator),
         "sort_forward": lambda shape: operators.sort_forward(shape, generator),
     }
-    return {
-        op: {name: _along(case, middle, axis, sizes, repeats) for axis, name in enumerate(AXES)}
+    found = {
+        op: {name: _along_axis(case, middle, axis, sizes, repeats) for axis, name in enumerate(AXES)}
         for op, case in build.items()
     }
+    batch, fan_in, out = middle
+    smallest = sizes[0]
+    x, w, _ = operators.data((max(1, batch // 4), max(2 * MAX_TOP, fan_in), out), generator)
+
+    def sorted_to(top: int) -> Callable[[], Tensor]:
+        mix = torch.full((top,), 1.0 / top)
+        return lambda: ops.sort_dist(x, w, mix)
+
+    def deep(depth: int) -> Callable[[], Tensor]:
+        policy = make_policy(Size(width=min(128, smallest), depth=depth)).eval().requires_grad_(False)
+        unit = policy.normalize(torch.zeros(batch, INPUTS))
+        return lambda: policy.scores(unit)
+
+    tops, depths, plays = (
+        (2, 4, 8, 16, 32),
+        (2, 4, 8, 16, 32),
+        [attacked.AttackedPlay(_player(), n, "auto") for n in PLAYS],
+    )
+    found["sort_forward"]["K"] = _along(
+        [[len(x), len(w), top] for top in tops], list(tops), [sorted_to(top) for top in tops], repeats
+    )
+    found["policy"] = {
+        "depth": _along([[batch, INPUTS, d] for d in depths], list(depths), [deep(d) for d in depths], repeats)
+    }
+    for play in plays:
+        play.restore()
+    try:
+        found["attacked_play"] = {"environments": _along([[n, 4, 2] for n in PLAYS], list(PLAYS), list(plays), repeats)}
+    finally:
+        for play in plays:
+            play.envs.close()
+    return found
 
 
-def _along(
+def _player() -> SortPolicy:
+    return make_policy(Size(width=64, depth=3), inputs=4, actions=2).eval().requires_grad_(False)
+
+
+def _along_axis(
     build: Callable[[Shape], operators.Case], middle: Shape, axis: int, sizes: tuple[int, ...], repeats: int
 ) -> dict[str, Any]:
     shapes: list[Shape] = []
@@ -48,15 +90,22 @@ def _along(
         shape = list(middle)
         shape[axis] = size
         shapes.append((shape[0], shape[1], shape[2]))
-    calls: list[Callable[[], Tensor]] = [build(shape).ours for shape in shapes]
-    others = {str(size): Contender(call) for size, call in zip(sizes[1:], calls[1:], strict=True)}
+    work = [math.prod(shape) for shape in shapes]
+    return _along([list(shape) for shape in shapes], work, [build(shape).ours for shape in shapes], repeats)
+
+
+def _along(
+    shapes: list[list[int]], work: list[int], calls: Sequence[Callable[[], Tensor]], repeats: int
+) -> dict[str, Any]:
+    """Seconds of every call, and per unit of its work."""
+    others = {str(number): Contender(call) for number, call in enumerate(calls[1:], 1)}
     timing = take_turns(Contender(calls[0]), others, repeats)
     if timing.notes:  # these are our own operators, which must not fail
         raise SortRLError(f"scaling: {timing.notes}")
     seconds = [value for value in timing.best_s.values() if value is not None]
-    per_element = [value / math.prod(shape) for value, shape in zip(seconds, shapes, strict=True)]
+    per_element = [value / one for value, one in zip(seconds, work, strict=True)]
     return {
-        "shapes": [list(shape) for shape in shapes],
+        "shapes": shapes,
         "seconds": seconds,
         "seconds_per_element": per_element,
         "ratio": per_element[-1] / per_element[0],

@@ -66,7 +66,7 @@ class Limits:
 
 def measure(case: Case, repeats: int, limits: Limits) -> dict[str, Any]:
     """Time a case; the register-only loop that is its limit takes turns with the contenders."""
-    contenders = {name: Contender(call) for name, call in case.rivals.items()}
+    contenders = {name: Contender(call, compiled=name == "compile") for name, call in case.rivals.items()}
     timing = take_turns(Contender(case.ours), contenders, repeats, each_turn=lambda: limits.sample(case.limit))
     wrong = disagreements(timing.first)
     best = {**timing.best_s, **dict.fromkeys(case.skipped)}
@@ -75,6 +75,7 @@ def measure(case: Case, repeats: int, limits: Limits) -> dict[str, Any]:
         "shape": list(case.shape),
         "p": case.p,
         "ours_s": best.pop("ours"),
+        "median_s": timing.median_s["ours"],
         "rivals": best,
         "limit_s": None,
         "wrong": sorted(wrong),

@@ -90,6 +90,7 @@ def train_step(size: Size, repeats: int) -> dict[str, Any]:
     """Seconds of a whole training step, averaged over the exponents as a training meets them."""
     policy, shares = make_policy(size), schedule_shares(PRESETS["paper"])
     by_p: dict[str, dict[str, Any]] = {}
+    medians: dict[str, float] = {}
     wrong: set[str] = set()
     notes = [
         f"{size.depth} layers of {size.width} units, masks, forward, backward and AdamW; mean over the schedule of p"
@@ -99,6 +100,7 @@ def train_step(size: Size, repeats: int) -> dict[str, Any]:
         timing = take_turns(Contender(ours, ours.restore), {"cdist": Contender(rival, rival.restore)}, repeats)
         seconds = timing.best_s
         by_p[f"{p:g}"] = {"share": share, "ours_s": seconds["ours"], "rivals": {"cdist": seconds["cdist"]}}
+        medians[f"{p:g}"] = timing.median_s["ours"]
         different = disagreements(timing.first)
         wrong |= set(different)
         notes += [f"p = {p:g}: {note}" for note in timing.notes + [f"{a}: {b}" for a, b in different.items()]]
@@ -108,6 +110,7 @@ def train_step(size: Size, repeats: int) -> dict[str, Any]:
         "shape": [size.batch, INPUTS, ACTIONS],
         "p": None,
         "ours_s": sum(row["share"] * row["ours_s"] for row in by_p.values()),
+        "median_s": sum(by_p[p]["share"] * median for p, median in medians.items()),
         "rivals": {"cdist": None if failed else sum(row["share"] * row["rivals"]["cdist"] for row in by_p.values())},
         "limit_s": None,
         "wrong": sorted(wrong),

@@ -42,6 +42,7 @@ def shared_out(pieces: int, workers: int, repeats: int) -> dict[str, Any]:
         "shape": [pieces, EPISODES, workers],
         "p": None,
         "ours_s": best["ours"],
+        "median_s": timing.median_s["ours"],
         "rivals": {"one process": best["one process"]},
         "limit_s": None if best["one process"] is None else best["one process"] / workers,
         "wrong": sorted(disagreements(timing.first)),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -10,9 +11,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-SLOW_S = 0.5  # a call this long needs no warm-up of its own ...
+SLOW_S = 0.25  # a call this long needs no warm-up of its own ...
 SLOW_REPEATS = 3  # ... and is timed this often at most
-ENDLESS_S = 20.0  # a call this long is timed once
+ENDLESS_S = 2.0  # a call this long is timed once
+TURNS_S = 2.0  # a contender whose turns took this long together gets no more than SLOW_REPEATS
 SHORT_S = 0.01  # shorter calls are timed several in a row
 PAUSE_S = 0.02  # idle worker threads of one contender may spin this long; they must not disturb the next
 TOLERANCE = 1e-3  # results may differ this much, relative to the largest entry, before a note says so
@@ -25,19 +27,26 @@ def _nothing() -> None:
 
 @dataclass(frozen=True)
 class Contender:
-    """One way to compute the result. ``before`` restores whatever ``call`` changes, and is not timed."""
+    """One way to compute the result. ``before`` restores whatever ``call`` changes, and is not timed; nor is the first call of
+    what has to be ``compiled`` first."""
 
     call: Callable[[], Tensor]
     before: Callable[[], None] = _nothing
+    compiled: bool = False
 
 
 @dataclass
 class Timing:
-    """Best seconds per call (None where the contender failed), each contender's first result, and what went wrong."""
+    """Best seconds per call (None where the contender failed), all of them, each contender's first result, what went wrong."""
 
     best_s: dict[str, float | None] = field(default_factory=dict)
+    all_s: dict[str, list[float]] = field(default_factory=dict)
     first: dict[str, Tensor] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+
+    @property
+    def median_s(self) -> dict[str, float]:
+        return {name: statistics.median(seconds) for name, seconds in self.all_s.items()}
 
 
 def take_turns(
@@ -46,13 +55,15 @@ def take_turns(
     """Best of ``repeats`` for each contender, under the name ``ours`` for the first. A failing rival gets a note."""
     timing = Timing()
     loops: dict[str, int] = {}
+    spent: dict[str, float] = {}
     for turn in range(repeats):
         each_turn()
         for name, contender in {"ours": ours, **rivals}.items():
             best = timing.best_s.get(name, math.inf)
-            if best is None or (best < math.inf and turn >= _most_turns(best)):
+            if best is None or (best < math.inf and turn >= _most_turns(name, best, spent[name])):
                 continue
             time.sleep(PAUSE_S)
+            began = time.perf_counter()
             try:
                 if turn == 0:
                     seconds, loops[name] = _first_call(name, contender, timing)
@@ -66,17 +77,21 @@ def take_turns(
                     f"{name} failed: {type(error).__name__}: {(str(error) or 'no message').splitlines()[0]}"
                 )
                 continue
+            spent[name] = spent.get(name, 0.0) + time.perf_counter() - began
             timing.best_s[name] = min(best, seconds)
+            timing.all_s.setdefault(name, []).append(seconds)
     return timing
 
 
-def _most_turns(best_s: float) -> float:
-    if best_s > ENDLESS_S:
+def _most_turns(name: str, best_s: float, spent_s: float) -> float:
+    if best_s > ENDLESS_S and name != "ours":  # a first call may have to import, or to start threads
         return 1
-    return SLOW_REPEATS if best_s > SLOW_S else math.inf
+    return SLOW_REPEATS if best_s > SLOW_S or spent_s > TURNS_S else math.inf
 
 
 def _first_call(name: str, contender: Contender, timing: Timing) -> tuple[float, int]:
+    if contender.compiled:
+        contender.call()
     contender.before()
     start = time.perf_counter()
     timing.first[name] = contender.call()
