@@ -17,12 +17,12 @@ from sortrl.distill import PRESETS
 from sortrl.experiments import bench
 from sortrl.experiments.bench import games
 from sortrl.experiments.bench.attacked import AttackedPlay
-from sortrl.experiments.bench.images import AttackedScreens, ImageSize, ImageStep, student
+from sortrl.experiments.bench.images import AttackedScreens, EveryPixel, ImageSize, ImageStep, student
 from sortrl.experiments.bench.operators import Limits
 from sortrl.experiments.bench.policies import MEASURED, Size, Step, make_policy, schedule_shares
 from sortrl.experiments.bench.rivals import CdistPolicy, broadcast_bounds, broadcast_lp, by_sort, by_topk, masked_cdist
 from sortrl.experiments.bench.timing import Contender, disagreements, take_turns
-from sortrl.nets import truncated_mix
+from sortrl.nets import SortPolicy, truncated_mix
 from sortrl.ops import reference
 
 
@@ -142,9 +142,9 @@ def test_the_rival_of_a_student_of_images_computes_its_scores():
 
 def test_an_attack_on_every_pixel_and_one_on_those_that_count_break_the_same_states():
     size = ImageSize(side=28, width=16)
-    policy = student(size).eval().requires_grad_(False)
-    found = [AttackedScreens(policy, PGD(10), 6, size.side, whole)() for whole in (False, True)]
-    actions = [policy.scores(x).argmax(1) for x in found]
+    attacks = [AttackedScreens(student(size, kind), PGD(10), 6, size.side) for kind in (SortPolicy, EveryPixel)]
+    assert attacks[0].policy.near(attacks[0].unit - 0.01, attacks[0].unit + 0.01) is not None
+    actions = [attack.policy.scores(attack()).argmax(1) for attack in attacks]
     assert torch.equal(*actions)
 
 

@@ -68,9 +68,11 @@ def _roofline(axis: Any, result: dict[str, Any]) -> None:
             case["op"], (intensity(case["shape"]), rate), fontsize=5, xytext=(3, -5), textcoords="offset points"
         )
     highest = max(roofs.values(), default=1e9) / 1e9
-    axis.set(xscale="log", yscale="log", xlabel="distances per byte", ylabel="10⁹ distances per second")
-    axis.set_ylim(highest / 50, 2 * highest)
-    axis.legend(fontsize=6, frameon=False, loc="lower right")
+    axis.set(xscale="log", yscale="log")
+    axis.set_xlabel("distances per byte", fontsize=8)
+    axis.set_ylabel("10⁹ distances per second", fontsize=8)
+    axis.set_ylim(highest / 50, 6 * highest)
+    axis.legend(fontsize=6, frameon=False, loc="upper left")
 
 
 def _growth(axis: Any, result: dict[str, Any]) -> None:
@@ -80,7 +82,9 @@ def _growth(axis: Any, result: dict[str, Any]) -> None:
         steps = np.geomspace(1, 16, len(cost))
         style = ("-", "--", ":")[number // len(COLOURS) % 3]
         axis.plot(steps, cost / cost[0], style, color=COLOURS[number % len(COLOURS)], lw=1, label=f"{op}: {size}")
-    axis.set(xscale="log", xlabel="size, over the smallest", ylabel="seconds per unit, over the smallest")
+    axis.set(xscale="log")
+    axis.set_xlabel("size, over the smallest", fontsize=8)
+    axis.set_ylabel("seconds per unit, over the smallest", fontsize=8)
     axis.set_xticks([1, 2, 4, 8, 16], ["1", "2", "4", "8", "16"])
     axis.set_ylim(bottom=0.0)
     axis.legend(fontsize=5, frameon=False, ncols=2)

@@ -72,10 +72,10 @@ def screens(count: int, side: int, seed: int = 0) -> np.ndarray[Any, np.dtype[np
     return pictures
 
 
-def student(size: ImageSize, seed: int = 0) -> SortPolicy:
+def student(size: ImageSize, kind: type[SortPolicy] = SortPolicy) -> SortPolicy:
     """A student with random weights, a ramp for every pixel."""
     normalizer = Normalizer.from_pixels((1, size.side, size.side))
-    policy = SortPolicy(
+    policy = kind(
         (1, size.side, size.side),
         size.actions,
         size.width,
@@ -85,7 +85,7 @@ def student(size: ImageSize, seed: int = 0) -> SortPolicy:
         ramp_width=RAMP_WIDTH,
         normalizer=normalizer,
     )
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for layer in policy.layers:
             layer.weight.normal_(generator=generator)
@@ -189,31 +189,29 @@ def train_step(name: str, size: ImageSize, repeats: int, limits: Limits, with_ri
     }
 
 
-class _EveryPixel:
+class EveryPixel(SortPolicy):
     """A policy that does not say which of its inputs count."""
 
-    def __init__(self, policy: SortPolicy) -> None:
-        self.policy, self.n_actions, self.scores = policy, policy.n_actions, policy.scores
+    def near(self, lo: Tensor, hi: Tensor) -> None:
+        return None
 
 
 class AttackedScreens:
-    """A call attacks what a policy is shown of all games, and plays a step in each: the squares move on."""
+    """A call attacks what a policy is shown of all games."""
 
-    def __init__(self, policy: SortPolicy, attack: Attack, count: int, side: int, whole: bool) -> None:
-        self.policy, self.attack, self.whole = policy, attack, whole
+    def __init__(self, policy: SortPolicy, attack: Attack, count: int, side: int) -> None:
+        self.policy, self.attack = policy.eval().requires_grad_(False), attack
         self.unit = policy.normalize(screens(count, side))
 
     def __call__(self) -> Tensor:
-        policy: Any = _EveryPixel(self.policy) if self.whole else self.policy
-        return self.attack(policy, self.unit, EPS, generator=torch.Generator().manual_seed(0)).perturbed
+        return self.attack(self.policy, self.unit, EPS, generator=torch.Generator().manual_seed(0)).perturbed
 
 
 def attacked(name: str, size: ImageSize, repeats: int) -> dict[str, Any]:
     """PGD-10 on many screens, or RI-FGSM from many starts on one."""
     attack, count = (PGD(10), size.games) if name == "attacked_images" else (RIFGSMMulti(size.starts), 1)
-    policy = student(size).eval().requires_grad_(False)
-    ours = AttackedScreens(policy, attack, count, size.side, whole=False)
-    rival = AttackedScreens(policy, attack, count, size.side, whole=True)
+    ours = AttackedScreens(student(size), attack, count, size.side)
+    rival = AttackedScreens(student(size, EveryPixel), attack, count, size.side)
     timing = take_turns(Contender(ours), {"every pixel": Contender(rival)}, repeats)
     wrong = disagreements(timing.first)
     wrong.pop("every pixel", None)  # draws fall on other pixels where they do not count
