@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import warnings
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -71,6 +74,23 @@ def test_the_adversarial_robustness_toolbox_reaches_the_same_verdicts(student, s
         )
         iterates.append(torch.from_numpy(attack.generate(states.numpy(), y=labels.numpy())))
     assert_same_verdicts(student, states, iterates)
+
+
+@pytest.mark.parametrize(("name", "package"), [("foolbox_pgd", "foolbox"), ("art_pgd", "art")])
+def test_the_documented_adapters_change_actions_but_none_that_is_certified(student, states, name, package):
+    pytest.importorskip(package, reason=f"{package} is not installed")
+    page = (Path(__file__).parents[2] / "docs" / "guides" / "attack.md").read_text()
+    code = re.search(r"```python\n(def foolbox_pgd.*?)\n\n\nchanged = ", page, re.S)
+    assert code is not None
+    documented: dict[str, Any] = {"torch": torch}
+    exec(code[1], documented)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about frameworks that ART could also attack
+        changed = documented[name](student, states[:300], EPS)
+    certified = student.certify_unit(states[:300]).certified_at(EPS)
+    assert changed.sum() > 10
+    assert certified.sum() > 10
+    assert not (changed & certified).any()
 
 
 def test_a_classifier_is_a_frozen_copy(student, states):
