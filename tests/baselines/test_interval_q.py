@@ -13,24 +13,25 @@ import torch
 
 import sortrl
 from sortrl import cli
+from sortrl.attacks import PGD
 from sortrl.baselines.interval_q import training
 from sortrl.baselines.interval_q.acr import acr
 from sortrl.baselines.interval_q.adversarial import AdversarialDQN, ri_fgsm
 from sortrl.baselines.interval_q.bcl import Curriculum, bootstrapped
 from sortrl.baselines.interval_q.car import CarDQN
 from sortrl.baselines.interval_q.making import NAMES, make_baseline
-from sortrl.baselines.interval_q.network import Valid, box, overlap, same_network
+from sortrl.baselines.interval_q.network import Dueling, Valid, as_teacher, box, overlap, same_network
 from sortrl.baselines.interval_q.radial import RadialDQN
 from sortrl.baselines.interval_q.radial_ppo import RadialPPOConfig, radial_ppo, worst_log_probs
 from sortrl.baselines.interval_q.rs_dqn import RSDQN
 from sortrl.baselines.interval_q.sa_dqn import SADQN, least_lead, searched
 from sortrl.baselines.interval_q.starting import DistillationConfig, distilled, start_from
-from sortrl.baselines.interval_q.training import Batch, Moment, Networks, TrainingConfig, fine_tune, td_loss
+from sortrl.baselines.interval_q.training import Batch, Moment, Networks, TrainingConfig, anchored, fine_tune, td_loss
 from sortrl.baselines.interval_q.wocar import WocarDQN, reachable
 from sortrl.core.errors import SortRLError
 from sortrl.core.normalizer import Normalizer
 from sortrl.evaluate.returns import evaluate
-from sortrl.nets import IntervalHead, IntervalPolicy
+from sortrl.nets import IntervalHead, IntervalPolicy, SortPolicy, zoo
 from sortrl.nets.architecture import Architecture
 from sortrl.teachers import Teacher
 
@@ -112,10 +113,45 @@ def test_gradients_of_bounds_are_those_of_finite_differences(shape):
         assert (above - below) / (2 * step) == pytest.approx(float(gradient.view(-1)[place]), rel=1e-4)
 
 
+def test_dueling_values_are_those_they_come_from_and_their_bounds_hold():
+    network, states = head("mlp")
+    q = Dueling.of(network, 3.0)
+    torch.testing.assert_close(q(states), 3.0 * network(states), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(q.advantage(states).mean(1), torch.zeros(20), rtol=0, atol=1e-5)
+    with torch.no_grad():
+        q.advantage.layers[-1].bias.add_(torch.tensor([5.0, 0.0, 1.0]))  # a common part of all actions is no advantage
+    value = q.value(states)
+
+    def of_advantages(x):  # the value is that of the true states
+        advantages = q.advantage(x)
+        return value + advantages - advantages.mean(1, keepdim=True)
+
+    def bounds(lo, hi):
+        return q.bounds_over(states, lo, hi)
+
+    assert violations(bounds, of_advantages, states, 0.2) == 0
+
+    def planted(lo, hi):  # as if all actions' means were that of the true states
+        lower, upper = q.advantage.bounds_over(lo, hi)
+        mean = q.advantage(states).mean(1, keepdim=True)
+        return value + lower - mean + 0.4 * (upper - lower), value + upper - mean - 0.4 * (upper - lower)
+
+    assert violations(planted, of_advantages, states, 0.2) > 0
+
+
+def test_the_anchor_asks_for_a_lead_of_one_for_the_starts_action():
+    start, states = head("mlp")
+    wanted = start(states).argmax(1)
+    other = torch.nn.functional.one_hot((wanted + 1) % 3, 3).float()
+    own = torch.nn.functional.one_hot(wanted, 3).float()
+    for scores, expected in ((own, 0.0), (2 * own, 0.0), (0.25 * own, 0.75), (other, 2.0)):
+        assert float(anchored(lambda _, s=scores: s, start, states)) == pytest.approx(expected)
+
+
 def setting(method, eps: float = 0.1):
     """Networks, targets, a batch and a moment for a loss."""
     start, states = head("mlp", seed=3)
-    nets = Networks({name: copy.deepcopy(net) for name, net in method.networks(start).items()})
+    nets = Networks({name: copy.deepcopy(net) for name, net in method.networks(Dueling.of(start)).items()})
     torch.manual_seed(4)
     batch = Batch(states, torch.randint(3, (20,)), torch.rand(20), torch.randn(20, 5), (torch.rand(20) < 0.8).float())
     now = Moment(eps, 1.0, 0.9, Valid(), torch.Generator().manual_seed(0))
@@ -130,8 +166,8 @@ def test_every_loss_trains_what_it_should(method):
     loss = method.loss(nets, target, batch, now)
     loss.backward()
     assert math.isfinite(float(loss.detach()))
-    for name in nets:
-        assert all(p.grad is not None and bool((p.grad != 0).any()) for p in nets[name].parameters()), name
+    for name, net in nets.items():
+        assert all(p.grad is not None and bool((p.grad != 0).any()) for p in net.parameters()), name
     assert all(parameter.grad is None for parameter in target.parameters())
 
 
@@ -141,12 +177,12 @@ def test_sa_dqn_is_its_formula_and_the_search_stays_below_the_bound():
         nets, target, batch, now = setting(method)
         chosen = nets["q"](batch.states).argmax(1)
         usual = td_loss(nets, target, batch, now.gamma)
-        proven = nets["q"].leads_over(*box(batch.states, now.eps), chosen).amin(1)
+        proven = nets["q"].advantage.leads_over(*box(batch.states, now.eps), chosen).amin(1)
         if bound == "convex":
             expected = usual + 0.3 * (-proven.clamp(max=1.0)).mean()
             torch.testing.assert_close(method.loss(nets, target, batch, now), expected)
         lo, hi = box(batch.states, now.eps)
-        found = searched(nets["q"], batch.states, lo, hi, chosen, 5, now.generator)
+        found = searched(nets["q"].advantage, batch.states, lo, hi, chosen, 5, now.generator)
         assert bool(((found >= lo) & (found <= hi)).all())
         least = least_lead(nets["q"](found), chosen)
         assert bool((least >= proven - 1e-5).all())
@@ -161,7 +197,7 @@ def test_sa_dqn_is_its_formula_and_the_search_stays_below_the_bound():
 def test_radial_is_its_formula():
     nets, target, batch, now = setting(RadialDQN())
     q = nets["q"]
-    lower, upper = (bound.detach() for bound in q.bounds_over(*box(batch.states, now.eps)))
+    lower, upper = (bound.detach() for bound in q.advantage.bounds_over(*box(batch.states, now.eps)))
     total = 0.0
     for i, played in enumerate(batch.actions.tolist()):
         values = q(batch.states)[i].detach()
@@ -201,7 +237,7 @@ def test_rs_dqn_punishes_the_worst_case_alone_when_told_to():
     usual = td_loss(nets, target, batch, now.gamma)
     chosen = nets["q"](batch.states).argmax(1)
     at_zero = RSDQN(share=1.0).loss(nets, target, batch, now._replace(eps=0.0)) - usual
-    expected = torch.nn.functional.cross_entropy(nets["student"](batch.states), chosen)
+    expected = torch.nn.functional.cross_entropy(nets.head("student")(batch.states), chosen)
     torch.testing.assert_close(at_zero, expected)
     assert float(RSDQN(share=1.0).loss(nets, target, batch, now) - usual) > float(expected)
 
@@ -323,6 +359,47 @@ def test_a_stopped_training_ends_with_the_same_weights(method, tmp_path):
         fine_tune(start, "CartPole-v1", method, replace(config, batch=17), tmp_path)
 
 
+@pytest.fixture(scope="module")
+def cartpole():
+    """The zoo's teacher of CartPole, and action values of its play."""
+    teacher = Teacher.load(zoo.entry("cartpole") / "teacher")
+    return teacher, distilled(teacher, "CartPole-v1", 0.98, 0, DistillationConfig(decisions=4_000, updates=1_000))
+
+
+def test_a_short_training_keeps_the_skill_and_makes_decisions_certain(cartpole):
+    _, start = cartpole
+    config = TrainingConfig(0.05, decisions=2_000, learning_starts=500, tests=1, test_episodes=4)
+    agent = fine_tune(start, "CartPole-v1", RadialDQN(), config).policy
+    before, after = (evaluate(one, "CartPole-v1", episodes=4, seed=3) for one in (start, agent))
+    assert before.mean > 450, "the start is of no use, so nothing is kept"
+    assert after.mean > 450
+    assert (after.radii > 0.05).mean() > (before.radii > 0.05).mean() + 0.2
+    assert evaluate(agent, "CartPole-v1", PGD(10), 0.05, episodes=4, seed=3).mean > 400
+
+
+def test_a_robust_agent_can_teach(cartpole):
+    _, start = cartpole
+    teacher = as_teacher(start, "robust")
+    obs = torch.randn(9, 4)
+    torch.testing.assert_close(teacher.scores(teacher.normalize(obs)), start.scores(start.normalize(obs)))
+    assert teacher.values(obs) is not None
+    image = same_network(teacher_of("nature_cnn", "dqn"))
+    with pytest.raises(SortRLError, match="linear layers alone"):
+        as_teacher(image, "robust")
+
+
+def test_without_tests_the_agent_of_the_end_is_kept(tmp_path):
+    start = same_network(teacher_of("mlp", "dqn"))
+    config = replace(FAST, decisions=648, tests=0)
+    made = fine_tune(start, "CartPole-v1", RadialDQN(), config, tmp_path)
+    assert made.history[-1]["decision"] == 648
+    assert not any("tested" in row for row in made.history)
+    assert not torch.equal(made.policy.head.layers[0].weight, start.head.layers[0].weight)
+    again = fine_tune(start, "CartPole-v1", RadialDQN(), config, tmp_path)
+    torch.testing.assert_close(again.policy.head.layers[0].weight, made.policy.head.layers[0].weight, rtol=0, atol=0)
+    torch.testing.assert_close(again.policy.head.layers[0].weight, made.values.q.advantage.layers[0].weight)
+
+
 def test_radial_ppo_resumes_and_refuses_action_values(tmp_path):
     start = same_network(teacher_of("mlp", "ppo"))
     config = RadialPPOConfig(0.05, decisions=1_536, steps=64, tests=2, test_episodes=2)
@@ -409,3 +486,7 @@ def test_action_certification_rates_as_three_papers_count_them():
     assert rates["SA-DQN"] >= rates["SortRL"]  # a smaller box, no rounding
     assert rates["RADIAL"] < 1
     assert acr(policy, "CartPole-v1", 10.0, episodes=2)["RADIAL"] == 0.0
+    student = SortPolicy((4,), 2, width=8, depth=2, rho=0.0).eval().requires_grad_(False)
+    radii = evaluate(student, "CartPole-v1", episodes=3).radii
+    rates = acr(student, "CartPole-v1", float(np.median(radii)), episodes=3)
+    assert rates["SortRL"] == rates["SA-DQN"] == pytest.approx(float((radii > np.median(radii)).mean()))

@@ -85,3 +85,17 @@ def test_the_digits_example_reaches_what_the_guide_says():
     right, certified = runpy.run_path(str(DIGITS))["main"]()
     assert right > 0.96
     assert certified >= 0.95
+
+
+def test_margins_are_asked_for_little_by_little_if_eps_rises():
+    x, label = halves()
+
+    def extra(eps_rise: float) -> list[float]:
+        """What the loss has beside the cross-entropy, step by step."""
+        rows = fit(network(), x, label, DistillConfig(eps=0.5, steps=4, batch=64, mu_start=1.0, eps_rise=eps_rise))
+        return [row["loss"] - row["lambda"] * row["cross_entropy"] for row in rows]
+
+    plain, rising = extra(0.0), extra(1.0)
+    assert plain[0] < -1e-4
+    assert rising[0] == pytest.approx(0.0, abs=1e-6)
+    assert rising[-1] < -1e-4

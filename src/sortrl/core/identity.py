@@ -72,6 +72,7 @@ ADDED_LATER: dict[str, Any] = {
     "ramps": False,
     "p_end": 1024.0,
     "scalar_learning_rate": None,
+    "eps_rise": 0.0,
     # ThresholdConfig
     "norm": False,
     # PQNConfig

@@ -45,6 +45,9 @@ class DistillConfig:
     that is asked for matter from the first step on. (The paper starts at 1.)"""
     theta_factor: float = 2.0
     """The hinge ends at theta = theta_factor * eps * scale; with ramps, divided by their width."""
+    eps_rise: float = 0.0
+    """Share of the steps in which the margins that are asked for grow from 0 to those of eps, along a line: a curriculum as that of
+    BCL. 0: they are those of eps from the first step on, as the paper has it."""
     soft_targets: float = 0.0
     """Share of the cross-entropy that is taken against the teacher's softmax instead of its action."""
     soft_temperature: float | None = 1.0
@@ -102,7 +105,7 @@ class DistillConfig:
             raise SortRLError(
                 f"DistillConfig: exact_share is {self.exact_share}, expected at most final_share {self.final_share}."
             )
-        for name in ("soft_targets", "worst_share"):
+        for name in ("soft_targets", "worst_share", "eps_rise"):
             if not 0 <= getattr(self, name) <= 1:
                 raise SortRLError(f"DistillConfig: {name} is {getattr(self, name)}, expected a share in [0, 1].")
         plain = self.scale == 1.0 and not any(self.crop)
@@ -125,6 +128,15 @@ class DistillConfig:
         done = step / self.steps
         span = 1.0 - self.warm_share - self.final_share
         return min(1.0, max(0.0, (done - self.warm_share) / span)) if span > 0 else float(done >= self.warm_share)
+
+    def asked(self, step: int) -> float:
+        """The share of theta that margins are asked for at a step.
+
+        >>> config = DistillConfig(steps=100, eps_rise=0.5)
+        >>> [config.asked(step) for step in (0, 25, 50, 99)]
+        [0.0, 0.5, 1.0, 1.0]
+        """
+        return min(1.0, step / (self.eps_rise * self.steps)) if self.eps_rise else 1.0
 
     def p_at(self, step: int) -> float:
         """The exponent at a step: 8, rising geometrically to ``p_end``, then infinity.

@@ -189,7 +189,7 @@ def _train(job: _Training, progress: Progress | None) -> None:
         optimizer.zero_grad(set_to_none=True)  # before the forward pass, which can use their memory
         exact = step >= config.steps * (1.0 - config.exact_share)
         outputs = trunk.exact_training_scores(unit) if exact else trunk.training_scores(unit, generator)
-        found = judged(policy, outputs, target, config, job.theta, step)
+        found = judged(policy, outputs, target, config, job.theta * config.asked(step), step)
         lam = config.lambda_at(step)
         imitation = imitation_loss(found.logits, target, soft, config.soft_targets)
         loss = lam * imitation + found.robust

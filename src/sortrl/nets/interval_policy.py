@@ -23,7 +23,9 @@ from sortrl.nets.intervals import IntervalHead
 
 REACH = 4.0  # radii are not sought beyond this
 SMALLEST = 1e-6
-BISECTIONS = 16  # of the logarithm of the radius between SMALLEST and REACH: to 0.03 %
+# The logarithm of the radius between SMALLEST and REACH is cut into (how many cuts at once, how often): to 0.03 %. Where a call costs
+# more than what it computes, several cuts at once are faster.
+BISECTIONS, SECTIONS = (1, 16), (8, 5)
 ROWS_AT_ONCE = 256  # states whose boxes are computed with at a time
 
 
@@ -78,7 +80,7 @@ class IntervalEvaluation(EvaluationNetwork):
         return self.scores(unit)
 
     def decide(self, unit: Tensor) -> Decided:
-        """The radius is the largest for which intervals prove the action, by bisection; what is returned was proven."""
+        """The radius is the largest for which intervals prove the action, by cutting an interval; what is returned was proven."""
         require_single(self._copies)
         action, runner_up, _ = ranked(self.scores(unit), unit)
         parts = zip(torch.split(unit, ROWS_AT_ONCE), torch.split(torch.from_numpy(action), ROWS_AT_ONCE), strict=True)
@@ -86,19 +88,25 @@ class IntervalEvaluation(EvaluationNetwork):
         return action, torch.cat(radius).numpy(), runner_up
 
     def _radius(self, unit: Tensor, action: Tensor) -> Tensor:
-        def holds(radius: Tensor) -> Tensor:
-            lo, hi = box_around(unit, radius.reshape(-1, *[1] * (unit.ndim - 1)), None, None)
-            return self.proven(lo, hi, action)
+        sections, levels = SECTIONS if self.head.is_linear else BISECTIONS
 
-        low = torch.full((len(unit),), math.log(SMALLEST), dtype=torch.float64)
-        high = torch.full_like(low, math.log(REACH))
-        good = torch.where(holds(low.exp()), low.exp(), torch.zeros_like(low))
-        good = torch.where(holds(high.exp()), high.exp(), good)
-        for _ in range(BISECTIONS):
-            middle = (low + high) / 2
-            holding = holds(middle.exp())
-            good = torch.where(holding, torch.maximum(good, middle.exp()), good)
-            low, high = torch.where(holding, middle, low), torch.where(holding, high, middle)
+        def holds(radius: Tensor) -> Tensor:
+            """Of each state whether its radii (n, batch) hold; all in one call."""
+            n = len(radius)
+            rows = unit.repeat(n, *[1] * (unit.ndim - 1))
+            lo, hi = box_around(rows, radius.reshape(-1, *[1] * (unit.ndim - 1)), None, None)
+            return self.proven(lo, hi, action.repeat(n)).reshape(n, -1)
+
+        ends = torch.tensor([SMALLEST, REACH], dtype=torch.float64)[:, None].expand(2, len(unit))
+        good = torch.where(holds(ends), ends, 0.0).amax(0)
+        low, high = ends.log()
+        share = torch.arange(1, sections + 1, dtype=torch.float64)[:, None] / (sections + 1)
+        for _ in range(levels):
+            inner = low + (high - low) * share
+            count = holds(inner.exp()).long().cumprod(0).sum(0)  # how many hold before the first that does not
+            low = torch.where(count > 0, inner.gather(0, (count - 1).clamp(min=0)[None])[0], low)
+            good = torch.where(count > 0, torch.maximum(good, low.exp()), good)
+            high = torch.where(count < sections, inner.gather(0, count.clamp(max=sections - 1)[None])[0], high)
         return good * RADIUS_DOWN
 
     def reachable(self, unit: Tensor, eps_unit: float) -> npt.NDArray[np.bool_]:

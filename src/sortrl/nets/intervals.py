@@ -137,6 +137,11 @@ class IntervalHead(nn.Module):
             return math.inf  # a picture of next to no contrast is raised to one of ordinary contrast
         return math.prod(float(layer.weight.detach().abs().double().flatten(1).sum(1).max()) for layer in self._all())
 
+    @property
+    def is_linear(self) -> bool:
+        """Whether there are no convolutions."""
+        return all(isinstance(layer, nn.Linear) for layer in self.layers)
+
     def _all(self) -> list[Layer]:
         return [layer for layer in self.layers if isinstance(layer, (nn.Linear, nn.Conv2d))]
 

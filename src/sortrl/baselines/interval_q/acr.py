@@ -4,6 +4,8 @@
   episodes' shares.
 - ``SA-DQN``: bounds of differences of scores, over the box clipped to what observations can be; all states count alike.
 - ``SortRL``: this project's certificates: differences, unclipped, all states alike, every rounding accounted for.
+
+A SortNet's certificate bounds every score by itself, and observations are not clipped; so of one only the way of taking the mean differs.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from sortrl.envs import describe
 from sortrl.envs.player import Episode, Obs, play_episodes
 from sortrl.envs.vector import EnvSlots
 from sortrl.evaluate.returns import episode_seeds
+from sortrl.nets import CertifiedPolicy
 from sortrl.nets.interval_policy import IntervalPolicy
 
 
@@ -29,7 +32,7 @@ class _Seen(Episode):
 
 
 @torch.no_grad()
-def acr(policy: IntervalPolicy, env_id: str, eps: float, episodes: int = 20, seed: int = 0) -> dict[str, float]:
+def acr(policy: CertifiedPolicy, env_id: str, eps: float, episodes: int = 20, seed: int = 0) -> dict[str, float]:
     """The three rates of clean greedy episodes."""
     info = describe(env_id)
     valid = Valid(*valid_range(policy, info))
@@ -45,13 +48,18 @@ def acr(policy: IntervalPolicy, env_id: str, eps: float, episodes: int = 20, see
     shares: dict[str, list[np.ndarray[tuple[int], np.dtype[np.bool_]]]] = {"RADIAL": [], "SA-DQN": [], "SortRL": []}
     for episode in played:
         unit = policy.normalize(np.stack(episode.states))
+        proven = policy.certify_unit(unit).certified_at(eps)
+        shares["SortRL"].append(proven)
+        if not isinstance(policy, IntervalPolicy):
+            shares["RADIAL"].append(proven)
+            shares["SA-DQN"].append(proven)
+            continue
         action = policy.scores(unit).argmax(1)
         lower, upper = policy.head.bounds_over(*box(unit, eps))
         others = upper.scatter(1, action[:, None], -torch.inf).amax(1)
         shares["RADIAL"].append((gathered(lower, action) > others).numpy())
         leads = policy.head.leads_over(*box(unit, eps, valid), action)
         shares["SA-DQN"].append((leads > 0).all(1).numpy())
-        shares["SortRL"].append(policy.certify_unit(unit).certified_at(eps))
     return {
         "RADIAL": float(np.mean([share.mean() for share in shares["RADIAL"]])),
         "SA-DQN": float(np.concatenate(shares["SA-DQN"]).mean()),

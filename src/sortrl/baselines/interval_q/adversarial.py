@@ -11,13 +11,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
-from sortrl.baselines.interval_q.network import box
+from sortrl.baselines.interval_q.network import Dueling, box
 from sortrl.baselines.interval_q.training import Batch, Moment, Networks, td_loss, td_target
 from sortrl.core import parallel
-from sortrl.nets.intervals import IntervalHead
 
 
 @dataclass(frozen=True)
@@ -26,7 +25,7 @@ class AdversarialDQN:
 
     kappa: float = 0.5
 
-    def networks(self, start: IntervalHead) -> dict[str, IntervalHead]:
+    def networks(self, start: Dueling) -> dict[str, nn.Module]:
         return {"q": start}
 
     def loss(self, nets: Networks, target: Networks, batch: Batch, now: Moment) -> Tensor:
@@ -40,7 +39,7 @@ class AdversarialDQN:
         return self.kappa * td_loss(nets, target, batch, now.gamma) + (1.0 - self.kappa) * attacked
 
 
-def ri_fgsm(q: IntervalHead, states: Tensor, now: Moment) -> Tensor:
+def ri_fgsm(q: Dueling, states: Tensor, now: Moment) -> Tensor:
     """States as the attack shows them, in the valid range."""
     lo, hi = box(states, now.eps, now.valid)
     start = (lo + (hi - lo) * parallel.drawn(states.shape, now.generator)).requires_grad_(True)

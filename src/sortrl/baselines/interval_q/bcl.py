@@ -7,6 +7,7 @@ robust already is left out. A phase is trained by RADIAL, by adversarial trainin
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -59,23 +60,27 @@ def bootstrapped(
     progress: Progress | None = None,
 ) -> Tuned:
     """Train through the phases up to ``config.eps``; resumes as :func:`fine_tune` does, phase by phase."""
-    policy, reached, history, decisions, minutes = start, 0.0, [], 0, 0.0
+    policy, values, reached = start, None, 0.0
+    history: list[dict[str, Any]] = []
+    decisions, minutes = 0, 0.0
     for phase in range(1, course.phases + 1):
         share = phase / course.phases
         eps = config.eps * share
         if course.skip and is_robust(policy, env_id, eps, config.test_episodes, course.robust):
             history.append({"phase": phase, "eps": eps, "skipped": True})
             continue
-        part = replace(config, eps=eps, eps_from=reached, decisions=max(1, config.decisions // course.phases))
+        decisions_each = max(1, config.decisions // course.phases)
+        starts = min(config.learning_starts, decisions_each // 8)  # every phase fills a replay of its own
+        part = replace(config, eps=eps, eps_from=reached, decisions=decisions_each, learning_starts=starts)
         made: list[Tuned] = []
         for run in range(course.runs):
             folder = None if out_dir is None else Path(out_dir) / f"phase-{phase}-run-{run}"
-            made.append(fine_tune(policy, env_id, course.method_at(share), part, folder, seed + run, progress))
+            made.append(fine_tune(policy, env_id, course.method_at(share), part, folder, seed + run, progress, values))
         best = max(made, key=lambda one: _tested(one.history))
         history += [{"phase": phase, **row} for row in best.history]
         decisions += sum(one.decisions for one in made)
         minutes += sum(one.minutes for one in made)
-        policy, reached = best.policy, eps
+        policy, values, reached = best.policy, best.values, eps
     return Tuned(policy, history, decisions, minutes)
 
 
@@ -87,4 +92,4 @@ def is_robust(policy: IntervalPolicy, env_id: str, eps: float, episodes: int, sh
 
 
 def _tested(history: list[dict[str, Any]]) -> float:
-    return max(float(row["tested"]) for row in history if "tested" in row)
+    return max((float(row["tested"]) for row in history if "tested" in row), default=-math.inf)

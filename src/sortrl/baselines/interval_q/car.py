@@ -10,13 +10,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
-from sortrl.baselines.interval_q.network import box, gathered
+from sortrl.baselines.interval_q.network import Dueling, box, gathered
 from sortrl.baselines.interval_q.training import Batch, Moment, Networks, td_target
 from sortrl.core import parallel
-from sortrl.nets.intervals import IntervalHead
 
 
 @dataclass(frozen=True)
@@ -28,12 +27,12 @@ class CarDQN:
     temperature: float = 1.0
     """Of the weights: the smaller, the more the worst transition of a batch counts."""
 
-    def networks(self, start: IntervalHead) -> dict[str, IntervalHead]:
+    def networks(self, start: Dueling) -> dict[str, nn.Module]:
         return {"q": start}
 
     def loss(self, nets: Networks, target: Networks, batch: Batch, now: Moment) -> Tensor:
         goal = td_target(nets, target, batch, now.gamma)
-        bounds = nets["q"].bounds_over(*box(batch.states, now.eps, now.valid))
+        bounds = nets["q"].bounds_over(batch.states, *box(batch.states, now.eps, now.valid))
         errors = [functional.smooth_l1_loss(gathered(b, batch.actions), goal, reduction="none") for b in bounds]
         worst = torch.maximum(*errors)
         weights = parallel.softmax(worst.detach() / self.temperature)

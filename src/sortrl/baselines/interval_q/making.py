@@ -39,7 +39,9 @@ Name = Literal[
 ]
 NAMES: tuple[Name, ...] = get_args(Name)
 RECORD = "baseline.json"
-SENSORS_KAPPA = 0.1  # of SA-DQN where rewards are not clipped, so that action values are a hundred times those of Atari
+# Where values are in units of leads, and beside an anchor: SA-DQN's published kappa is of no effect there, and CAR-DQN's published
+# temperature leaves the worst transition of a batch alone.
+SENSORS_KAPPA, SENSORS_TEMPERATURE = 1.0, 30.0
 
 _METHODS: dict[str, Method] = {
     "rs-dqn": RSDQN(),
@@ -67,9 +69,11 @@ def make_baseline(
     seed: int = 0,
     progress: Progress | None = None,
     values: tuple[IntervalPolicy, str] | None = None,
+    tests: int | None = None,
 ) -> Tuned:
     """Train the agent called ``name`` (one of ``NAMES``) from a teacher; into ``out_dir`` go its policy, ``baseline.json`` and the
-    checkpoints that the same call goes on from. ``values`` are what :func:`start_from` gave, where several methods start from the same."""
+    checkpoints that the same call goes on from. ``values`` are what :func:`start_from` gave, where several methods start from the same;
+    ``tests`` are how many the agent that is kept is chosen by, 0 for that of the end."""
     if name not in NAMES:
         raise SortRLError(f"There is no baseline {name[:60]!r}; choose one of {', '.join(NAMES)}.")
     if decisions is not None and decisions < 1:
@@ -79,16 +83,18 @@ def make_baseline(
     folder = None if out_dir is None else Path(out_dir)
     settings: dict[str, Any]
     if name == "radial-ppo":
-        config = _with(RadialPPOConfig(eps), decisions)
+        config = _with(RadialPPOConfig(eps), decisions, None if tests is None else max(1, tests))
         start, origin = _policy_start(teacher, env_id, seed, progress)
         settings = {"config": asdict(config)}
         made = radial_ppo(start, env_id, config, folder, seed, progress)
     else:
-        training = _with(TrainingConfig(eps), decisions)
+        training = _with(TrainingConfig(eps), decisions, tests)
         start, origin = values or start_from(teacher, env_id, training.gamma, seed, progress=progress)
         part: Any = _COURSES.get(name) or _METHODS[name]
         if isinstance(part, SADQN) and not info.is_image:
             part = replace(part, kappa=SENSORS_KAPPA)
+        if isinstance(part, CarDQN) and not info.is_image:
+            part = replace(part, temperature=SENSORS_TEMPERATURE)
         settings = {"method": asdict(part), "config": asdict(training)}
         if isinstance(part, Curriculum):
             made = bootstrapped(start, env_id, part, training, folder, seed, progress)
@@ -105,8 +111,9 @@ def make_baseline(
     return made
 
 
-def _with(config: Any, decisions: int | None) -> Any:
-    return config if decisions is None else replace(config, decisions=decisions)
+def _with(config: Any, decisions: int | None, tests: int | None) -> Any:
+    given = {"decisions": decisions, "tests": tests}
+    return replace(config, **{name: value for name, value in given.items() if value is not None})
 
 
 def _policy_start(teacher: Teacher, env_id: str, seed: int, progress: Progress | None) -> tuple[Any, str]:

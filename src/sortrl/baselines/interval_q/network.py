@@ -1,4 +1,4 @@
-"""The network that all methods train, what it starts from, and the bounds their losses use.
+"""The networks that all methods train, what they start from, and the bounds their losses use.
 
 Bounds are those of interval propagation (IBP): :class:`sortrl.nets.intervals.IntervalHead`. CROWN's tighter linear bounds, which
 SA-DQN's authors mix in while eps is small, are not used.
@@ -6,6 +6,7 @@ SA-DQN's authors mix in while eps is small, are not used.
 
 from __future__ import annotations
 
+import copy
 from typing import NamedTuple
 
 import torch
@@ -34,6 +35,60 @@ def box(state: Tensor, eps: float, valid: Valid | None = None) -> tuple[Tensor, 
     """Corners of what a state can be made to look like, clipped to the valid range if one is given."""
     lo, hi = state - eps, state + eps
     return (lo, hi) if valid is None else (valid.clip(lo, state), valid.clip(hi, state))
+
+
+class Dueling(nn.Module):
+    """Action values V(s) + A_a(s) - mean A(s), as the papers' dueling networks have them; the agent is A alone.
+
+    Values are a hundred times the differences between actions. Where one network holds both, its bounds are those of the value,
+    and a loss that narrows them leaves nothing of the differences.
+
+    >>> head, states = IntervalHead(4, (8,), 3), torch.randn(5, 4)
+    >>> torch.allclose(Dueling.of(head, 2.0)(states), 2.0 * head(states), atol=1e-5)
+    True
+    """
+
+    def __init__(self, value: IntervalHead, advantage: IntervalHead) -> None:
+        super().__init__()
+        self.value = value
+        self.advantage = advantage
+
+    @classmethod
+    @torch.no_grad()
+    def of(cls, values: IntervalHead, scale: float = 1.0) -> Dueling:
+        """The same action values times ``scale``, exactly: the last layer's mean over actions is V, the rest is A."""
+        value, advantage = copy.deepcopy(values), copy.deepcopy(values)
+        last = values.layers[-1]
+        assert isinstance(last, nn.Linear)
+        for network, change in ((value, _mean), (advantage, _centred)):
+            weight = scale * change(last.weight)
+            layer = nn.Linear(last.in_features, len(weight), dtype=weight.dtype)
+            layer.weight.copy_(weight)
+            layer.bias.copy_(scale * change(last.bias))
+            network.layers[-1] = layer
+        return cls(value, advantage)
+
+    def forward(self, states: Tensor) -> Tensor:
+        """Action values (batch, n_actions)."""
+        advantages = self.advantage(states)
+        values: Tensor = self.value(states) + advantages - advantages.mean(1, keepdim=True)
+        return values
+
+    def bounds_over(self, states: Tensor, lo: Tensor, hi: Tensor) -> tuple[Tensor, Tensor]:
+        """Bounds of the action values where the advantages are anywhere in [lo, hi], and the value is that of ``states``."""
+        lower, upper = self.advantage.bounds_over(lo, hi)
+        n = lower.shape[1]
+        others = [(bound.sum(1, keepdim=True) - bound) / n for bound in (lower, upper)]
+        value = self.value(states)
+        return value + (1 - 1 / n) * lower - others[1], value + (1 - 1 / n) * upper - others[0]
+
+
+def _mean(parameter: Tensor) -> Tensor:
+    return parameter.mean(0, keepdim=True)
+
+
+def _centred(parameter: Tensor) -> Tensor:
+    return parameter - parameter.mean(0, keepdim=True)
 
 
 def interval_config(architecture: Architecture | None) -> IntervalConfig | None:
@@ -78,6 +133,19 @@ def same_network(teacher: Teacher) -> IntervalPolicy | None:
     return policy
 
 
+def as_teacher(policy: IntervalPolicy, name: str) -> Teacher:
+    """The agent as a teacher, for a student of a robust agent; only linear layers, without normalisation."""
+    config = policy.config
+    if config.conv or config.norm:
+        raise SortRLError(f"{name}: its network has convolutions or layer norm, expected linear layers alone.")
+    architecture = Architecture(config.obs_shape, config.n_actions, config.hidden, "ReLU")
+    body = architecture.build()
+    parts = [m for m in body.modules() if isinstance(m, nn.Linear)]
+    for theirs, ours in zip(parts, policy.head.layers, strict=True):
+        theirs.load_state_dict(ours.state_dict())
+    return Teacher(body, policy.normalizer, config.n_actions, name, "dqn", architecture)
+
+
 def fresh_network(teacher: Teacher, seed: int) -> IntervalPolicy:
     """With random weights: the teacher's widths, ReLU for whatever it has between them."""
     architecture = teacher.architecture
@@ -98,14 +166,15 @@ def gathered(values: Tensor, actions: Tensor) -> Tensor:
     return values.gather(1, actions[:, None])[:, 0]
 
 
-def overlap(q: IntervalHead, state: Tensor, action: Tensor, eps: float) -> Tensor:
+def overlap(q: Dueling, state: Tensor, action: Tensor, eps: float) -> Tensor:
     """RADIAL's worst-case loss (batch,): how far upper bounds of worse actions reach above the lower bound of ``action``.
 
-    sum over a of d_a relu(U_a - L_action + d_a / 2), where d_a = relu(Q_action - Q_a), through which no gradient goes.
+    sum over a of d_a relu(U_a - L_action + d_a / 2), where d_a = relu(Q_action - Q_a), through which no gradient goes. U and L are
+    bounds of the advantages: the value is the same for all actions.
     """
     with torch.no_grad():
         values = q(state)
         gap = (gathered(values, action)[:, None] - values).relu()
-    lower, upper = q.bounds_over(*box(state, eps))
+    lower, upper = q.advantage.bounds_over(*box(state, eps))
     worst: Tensor = (gap * (upper - gathered(lower, action)[:, None] + gap / 2).relu()).sum(1)
     return worst

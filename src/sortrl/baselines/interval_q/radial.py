@@ -9,11 +9,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torch import Tensor
+from torch import Tensor, nn
 
-from sortrl.baselines.interval_q.network import overlap
+from sortrl.baselines.interval_q.network import Dueling, overlap
 from sortrl.baselines.interval_q.training import Batch, Moment, Networks, td_loss
-from sortrl.nets.intervals import IntervalHead
 
 
 @dataclass(frozen=True)
@@ -24,7 +23,7 @@ class RadialDQN:
 
     kappa: float = 0.8
 
-    def networks(self, start: IntervalHead) -> dict[str, IntervalHead]:
+    def networks(self, start: Dueling) -> dict[str, nn.Module]:
         return {"q": start}
 
     def loss(self, nets: Networks, target: Networks, batch: Batch, now: Moment) -> Tensor:

@@ -11,12 +11,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
-from sortrl.baselines.interval_q.network import box
+from sortrl.baselines.interval_q.network import Dueling, box
 from sortrl.baselines.interval_q.training import Batch, Moment, Networks, td_loss
-from sortrl.nets.intervals import IntervalHead
 
 
 @dataclass(frozen=True)
@@ -28,13 +27,13 @@ class RSDQN:
     share: float = 0.5
     """Of the worst case, at the end; it grows with eps."""
 
-    def networks(self, start: IntervalHead) -> dict[str, IntervalHead]:
-        return {"q": start, "student": start}
+    def networks(self, start: Dueling) -> dict[str, nn.Module]:
+        return {"q": start, "student": start.advantage}
 
     def loss(self, nets: Networks, target: Networks, batch: Batch, now: Moment) -> Tensor:
         with torch.no_grad():
             chosen = nets["q"](batch.states).argmax(1)
-        k, student = self.share * now.progress, nets["student"]
+        k, student = self.share * now.progress, nets.head("student")
         clean = functional.cross_entropy(student(batch.states), chosen)
         leads = student.leads_over(*box(batch.states, now.eps, now.valid), chosen)
         worst = functional.cross_entropy(-leads.scatter(1, chosen[:, None], 0.0), chosen)

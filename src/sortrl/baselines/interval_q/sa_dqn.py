@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from sortrl.baselines.interval_q.network import box, gathered
+from sortrl.baselines.interval_q.network import Dueling, box, gathered
 from sortrl.baselines.interval_q.training import Batch, Moment, Networks, td_loss
 from sortrl.core import parallel
 from sortrl.nets.intervals import IntervalHead
@@ -33,7 +33,7 @@ class SADQN:
     steps: int = 5
     """Of the search."""
 
-    def networks(self, start: IntervalHead) -> dict[str, IntervalHead]:
+    def networks(self, start: Dueling) -> dict[str, nn.Module]:
         return {"q": start}
 
     def loss(self, nets: Networks, target: Networks, batch: Batch, now: Moment) -> Tensor:
@@ -42,9 +42,10 @@ class SADQN:
             chosen = q(states).argmax(1)
         lo, hi = box(states, now.eps, now.valid)
         if self.bound == "convex":
-            lead = q.leads_over(lo, hi, chosen).amin(1)
+            lead = q.advantage.leads_over(lo, hi, chosen).amin(1)
         else:
-            lead = least_lead(q(searched(q, states, lo, hi, chosen, self.steps, now.generator)), chosen)
+            found = searched(q.advantage, states, lo, hi, chosen, self.steps, now.generator)
+            lead = least_lead(q.advantage(found), chosen)
         return td_loss(nets, target, batch, now.gamma) + self.kappa * (-lead.clamp(max=self.hinge)).mean()
 
 

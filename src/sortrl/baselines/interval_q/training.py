@@ -1,6 +1,8 @@
 """The one loop that all DQN-type methods share: replay, a target network, a growing eps; it resumes, and keeps the best agent.
 
-Fine-tuning starts from action values that are learned already. A method says what its loss is (:class:`Method`); everything else is
+Fine-tuning starts from action values that are learned already, in units of their own: rewards are scaled so that the start's best
+action leads the next one by 1, at the median. Games explore more or less, so that the replay of an agent that never fails holds what
+happens to one that does. A method says what its loss is (:class:`Method`); everything else is
 the same for all, so that their results differ by the loss alone.
 """
 
@@ -21,7 +23,7 @@ from torch.nn import functional
 
 from sortrl.attacks import PGD
 from sortrl.attacks.valid import check_eps, valid_range
-from sortrl.baselines.interval_q.network import Valid, gathered
+from sortrl.baselines.interval_q.network import Dueling, Valid, box, gathered
 from sortrl.core import parallel
 from sortrl.core.checkpoint import Checkpoint, part, prefixed
 from sortrl.core.errors import SortRLError
@@ -45,48 +47,66 @@ class TrainingConfig:
     """Size of the perturbation to resist, in unit space."""
     eps_from: float = 0.0
     """Where eps starts."""
-    decisions: int = 40_000
+    decisions: int = 4_800
     """Steps of the environments."""
     eps_reached: float = 0.7
     """Share of the decisions after which eps has its full size."""
-    games: int = 4
+    games: int = 8
     """Environments side by side."""
     every: int = 4
     """Decisions per update."""
     batch: int = 128
     """Transitions per update."""
-    learning_rate: float = 2.5e-4
+    learning_rate: float = 5e-4
     """Of Adam; it falls linearly to a tenth."""
-    gamma: float = 0.99
-    """Discount factor: that of the teacher."""
+    gamma: float = 0.98
+    """Discount factor."""
     buffer: int = 20_000
     """Transitions that are kept."""
-    learning_starts: int = 1_000
+    learning_starts: int = 800
     """Decisions before the first update."""
-    target_every: int = 250
+    target_every: int = 100
     """Updates between copies to the target network."""
-    exploration: float = 0.05
-    """Share of random actions."""
+    exploration: float = 0.02
+    """Share of random actions in the game that explores least."""
+    exploration_most: float = 0.4
+    """In the one that explores most; those of the others lie between, geometrically (Horgan et al., 2018)."""
+    anchor: float = 1.0
+    """Weight of a margin of 1 by which the start's own action is to lead. The papers have none."""
     tests: int = 4
-    """In the last fifth of the decisions the agent is tested this often, and the best one is kept."""
+    """In the last fifth of the decisions the agent is tested this often, and the best one is kept; 0: that of the end."""
     test_episodes: int = 10
     """Episodes of a test, under PGD-10 at ``eps``."""
 
     def __post_init__(self) -> None:
-        for name in ("decisions", "games", "every", "batch", "buffer", "target_every", "tests", "test_episodes"):
+        for name in ("decisions", "games", "every", "batch", "buffer", "target_every", "test_episodes"):
             if getattr(self, name) < 1:
                 raise SortRLError(f"TrainingConfig: {name} is {getattr(self, name)}, expected at least 1.")
+        if self.tests < 0:
+            raise SortRLError(f"TrainingConfig: tests is {self.tests}, expected 0 or more.")
         if not 0 <= self.eps_from <= self.eps < math.inf:
             raise SortRLError(
                 f"TrainingConfig: eps from {self.eps_from} to {self.eps}, expected finite and not falling."
             )
         if not (
-            0 <= self.gamma < 1 and 0 <= self.exploration <= 1 and 0 < self.eps_reached <= 1 and self.learning_rate > 0
+            0 <= self.gamma < 1
+            and 0 < self.exploration <= self.exploration_most <= 1
+            and 0 < self.eps_reached <= 1
+            and self.learning_rate > 0
         ):
             raise SortRLError(
-                f"TrainingConfig: gamma {self.gamma}, exploration {self.exploration}, eps_reached {self.eps_reached}, learning_rate "
-                f"{self.learning_rate}: expected gamma below 1, shares between 0 and 1 and a positive learning rate."
+                f"TrainingConfig: gamma {self.gamma}, exploration {self.exploration} to {self.exploration_most}, eps_reached "
+                f"{self.eps_reached}, learning_rate {self.learning_rate}: expected gamma below 1, shares above 0, at most 1 and not "
+                "falling, and a positive learning rate."
             )
+
+    def explorations(self) -> Tensor:
+        """Of every game.
+
+        >>> TrainingConfig(0.1, games=3, exploration=0.1, exploration_most=0.4).explorations()
+        tensor([0.1000, 0.2000, 0.4000])
+        """
+        return torch.logspace(math.log10(self.exploration), math.log10(self.exploration_most), self.games)
 
     def eps_at(self, decision: int) -> float:
         """Of the schedule called "smoothed"."""
@@ -131,8 +151,8 @@ class Method(Protocol):
     plays: str
     """Which of the networks the agent is in the end. The one called "q" explores."""
 
-    def networks(self, start: IntervalHead) -> dict[str, IntervalHead]:
-        """What is trained, by name: "q", and what else the method needs."""
+    def networks(self, start: Dueling) -> dict[str, nn.Module]:
+        """What is trained, by name: "q", which is dueling, and what else the method needs."""
         ...
 
     def loss(self, nets: Networks, target: Networks, batch: Batch, now: Moment) -> Tensor:
@@ -143,8 +163,15 @@ class Method(Protocol):
 class Networks(nn.ModuleDict):
     """Networks by name."""
 
-    def __getitem__(self, key: str) -> IntervalHead:
+    def __getitem__(self, key: str) -> Dueling:
         found = super().__getitem__(key)
+        assert isinstance(found, Dueling)
+        return found
+
+    def head(self, key: str) -> IntervalHead:
+        """What of a network decides: of a dueling one its advantages."""
+        found = super().__getitem__(key)
+        found = found.advantage if isinstance(found, Dueling) else found
         assert isinstance(found, IntervalHead)
         return found
 
@@ -215,10 +242,17 @@ class Replay:
         return dict(self._kept)
 
 
-def explored(greedy: Tensor, n_actions: int, share: float, generator: torch.Generator) -> Tensor:
-    """The greedy actions, a ``share`` of them replaced by random ones."""
+def explored(greedy: Tensor, n_actions: int, share: float | Tensor, generator: torch.Generator) -> Tensor:
+    """The greedy actions, a ``share`` of them (one for all games, or one for each) replaced by random ones."""
     random = torch.randint(n_actions, (len(greedy),), generator=generator)
     return torch.where(torch.rand(len(greedy), generator=generator) < share, random, greedy)
+
+
+class Values(NamedTuple):
+    """Action values, and what rewards were multiplied by to learn them."""
+
+    q: Dueling
+    scale: float
 
 
 class Tuned(NamedTuple):
@@ -226,9 +260,36 @@ class Tuned(NamedTuple):
 
     policy: IntervalPolicy
     history: list[dict[str, Any]]
-    """Rows with ``decision``, ``eps``, ``loss`` and ``training_return``, and of tests ``tested``."""
+    """Rows with ``decision``, ``eps``, ``loss``, ``training_return``, the median ``lead`` of the agent's actions in the last batch
+    and the share of it that is ``certified`` at the full eps, and of tests ``tested``."""
     decisions: int
     minutes: float
+    values: Values | None = None
+    """Of the agent, for a training that goes on from it."""
+
+
+def values_of(start: IntervalPolicy, env_id: str, config: TrainingConfig, seed: int) -> Values:
+    """The start's action values in units of the lead that its best action has, at the median of states that it visits."""
+    generator, leads = torch.Generator().manual_seed(seed), []
+    with closing(Fleet(env_id, config.games, seed)) as fleet, torch.no_grad():
+        for _ in range(-(-1024 // config.games)):
+            values = start.scores(start.normalize(torch.from_numpy(fleet.obs.copy())))
+            best = values.topk(2).values
+            leads.append(best[:, 0] - best[:, 1])
+            fleet.step(explored(values.argmax(1), values.shape[1], config.explorations(), generator).numpy())
+    lead = float(torch.cat(leads).median())
+    scale = 1.0 / lead if lead > 0 else 1.0
+    return Values(Dueling.of(start.head, scale), scale)
+
+
+def anchored(advantage: IntervalHead, start: IntervalHead, states: Tensor) -> Tensor:
+    """How far the start's own action is from a lead of 1, as in deep Q-learning from demonstrations (Hester et al., 2018)."""
+    with torch.no_grad():
+        own = start(states).argmax(1)
+    scores = advantage(states)
+    rivals = (scores + 1.0).scatter(1, own[:, None], gathered(scores, own)[:, None])
+    behind: Tensor = (rivals.amax(1) - gathered(scores, own)).mean()
+    return behind
 
 
 def fine_tune(
@@ -239,8 +300,10 @@ def fine_tune(
     out_dir: str | Path | None = None,
     seed: int = 0,
     progress: Progress | None = None,
+    values: Values | None = None,
 ) -> Tuned:
-    """Train on from ``start``, whose scores are action values; return the agent that did best under attack near the end.
+    """Train on from ``start``, whose scores are action values, or of which ``values`` are; return the agent that did best under
+    attack near the end.
 
     With ``out_dir`` it checkpoints there; the same call goes on from that, and ends with the same weights as if never stopped.
     """
@@ -251,7 +314,8 @@ def fine_tune(
     identity |= {"method": [type(method).__name__, asdict(settings)], "config": asdict(config)}
     with one_thread(), generators_restored():
         torch.manual_seed(seed)
-        nets = Networks({name: copy.deepcopy(net) for name, net in method.networks(start.head).items()})
+        values = values or values_of(start, info.env_id, config, seed)
+        nets = Networks({name: copy.deepcopy(net) for name, net in method.networks(values.q).items()})
         model = nn.ModuleDict({"nets": nets, "target": copy.deepcopy(nets)})
         model["nets"].requires_grad_(True).train()
         model["target"].requires_grad_(False)
@@ -261,8 +325,11 @@ def fine_tune(
         decision, history = checkpoint.restore(model, optimizer, generator)
         if decision >= config.decisions:
             stored = checkpoint.extra
-            return Tuned(_best(start, stored), history, decision, float(stored["seconds"]) / 60)
-        job = _Tuning(start, env_id, method, config, seed, model, optimizer, generator, checkpoint, decision, history)
+            best, best_q = _best(start, values, stored)
+            return Tuned(best, history, decision, float(stored["seconds"]) / 60, Values(best_q, values.scale))
+        job = _Tuning(
+            start, env_id, method, config, seed, values, model, optimizer, generator, checkpoint, decision, history
+        )
         return parallel.together(_tune, job, progress)
 
 
@@ -278,6 +345,7 @@ class _Tuning:
     method: Method
     config: TrainingConfig
     seed: int
+    values: Values
     model: nn.ModuleDict
     optimizer: torch.optim.Adam
     generator: torch.Generator
@@ -287,7 +355,7 @@ class _Tuning:
 
 
 def _tune(job: _Tuning, progress: Progress | None) -> Tuned:
-    start, method, config, model = job.start, job.method, job.config, job.model
+    start, method, config, values, model = job.start, job.method, job.config, job.values, job.model
     optimizer, generator, history, decision = job.optimizer, job.generator, job.history, job.decision
     nets, target = model["nets"], model["target"]
     assert isinstance(nets, Networks)
@@ -296,7 +364,7 @@ def _tune(job: _Tuning, progress: Progress | None) -> Tuned:
     with one_thread(), generators_restored():
         torch.manual_seed(job.seed)
         stored = job.checkpoint.extra
-        best = _best(start, stored)
+        best, best_q = _best(start, values, stored)
         state = {name: tensor.numpy() for name, tensor in part(stored, "fleet").items()}
         fleet = Fleet(info.env_id, config.games, job.seed, state=state or None)
         replay = Replay(config.buffer, torch.from_numpy(fleet.obs), part(stored, "replay"))
@@ -306,12 +374,13 @@ def _tune(job: _Tuning, progress: Progress | None) -> Tuned:
         before, began = float(stored.get("seconds", torch.zeros(()))), time.monotonic()
         valid = Valid(*valid_range(start, info))
         loss = torch.zeros(())
+        shares = config.explorations()
         with closing(fleet):
             while decision < config.decisions:
                 obs = torch.from_numpy(fleet.obs.copy())
                 with torch.no_grad():
                     greedy = nets["q"](start.normalize(obs)).argmax(1)
-                played = replay.play(fleet, obs, explored(greedy, info.n_actions, config.exploration, generator))
+                played = replay.play(fleet, obs, explored(greedy, info.n_actions, shares, generator))
                 recent = [*recent, *played][-50:]
                 previous, decision = decision, decision + config.games
                 due += config.games
@@ -324,7 +393,11 @@ def _tune(job: _Tuning, progress: Progress | None) -> Tuned:
                     now = Moment(eps, (eps - config.eps_from) / span if span else 1.0, config.gamma, valid, generator)
                     for group in optimizer.param_groups:
                         group["lr"] = config.learning_rate * (1.0 - 0.9 * decision / config.decisions)
-                    loss = method.loss(nets, target, replay.sample(config.batch, start.normalize, generator), now)
+                    batch = replay.sample(config.batch, start.normalize, generator)
+                    batch = batch._replace(rewards=values.scale * batch.rewards)
+                    loss = method.loss(nets, target, batch, now)
+                    if config.anchor:
+                        loss = loss + config.anchor * anchored(nets.head("q"), start.head, batch.states)
                     optimizer.zero_grad()
                     loss.backward()  # type: ignore[no-untyped-call]
                     parallel.average_gradients(nets.parameters())
@@ -333,7 +406,8 @@ def _tune(job: _Tuning, progress: Progress | None) -> Tuned:
                     updates += 1
                     if updates % config.target_every == 0:
                         target.load_state_dict(nets.state_dict())
-                if not (tested := _crossed(previous, decision, config)) and decision // 1000 == previous // 1000:
+                tested, last = _crossed(previous, decision, config), decision >= config.decisions
+                if not tested and not last and decision // 1000 == previous // 1000:
                     continue
                 row = {
                     "decision": decision,
@@ -341,30 +415,42 @@ def _tune(job: _Tuning, progress: Progress | None) -> Tuned:
                     "loss": float(parallel.averaged(loss.detach())),
                 }
                 row["training_return"] = sum(recent) / max(1, len(recent))
+                if len(replay) >= config.batch:
+                    seen = replay.sample(
+                        8 * config.batch, start.normalize, torch.Generator().manual_seed(decision)
+                    ).states
+                    row |= _leads(nets.head(method.plays), seen, config.eps)
+                if not config.tests and last:
+                    best = _agent(start, nets.head(method.plays))
+                    best_q.load_state_dict(nets["q"].state_dict())
                 if tested:
-                    agent = _agent(start, nets[method.plays])
+                    agent = _agent(start, nets.head(method.plays))
                     found = evaluate(agent, info.env_id, PGD(10), config.eps, config.test_episodes, TEST_SEED)
                     row["tested"] = found.mean
                     if found.mean >= max(
                         (known["tested"] for known in history if "tested" in known), default=-math.inf
                     ):
                         best = agent
+                        best_q.load_state_dict(nets["q"].state_dict())
                 history.append(row)
                 if progress is not None:
                     progress({"step": decision, "total": config.decisions, **row})
-                if tested or decision >= config.decisions or decision // 5000 > previous // 5000:
+                if tested or last or decision // 5000 > previous // 5000:
                     extra = prefixed("fleet", {name: torch.from_numpy(a) for name, a in fleet.state().items()})
                     extra |= prefixed("replay", replay.state()) | prefixed("best", best.head.state_dict())
+                    extra |= prefixed("best_q", best_q.state_dict())
                     extra |= {"recent": torch.tensor(recent, dtype=torch.float64), "updates": torch.tensor(updates)}
                     seconds = before + time.monotonic() - began
                     extra["seconds"] = torch.tensor(seconds, dtype=torch.float64)
                     parallel.check_same(model)
                     job.checkpoint.save(model, optimizer, generator, decision, history, extra)
-        return Tuned(best, history, decision, (before + time.monotonic() - began) / 60)
+        return Tuned(best, history, decision, (before + time.monotonic() - began) / 60, Values(best_q, values.scale))
 
 
 def _crossed(before: int, after: int, config: TrainingConfig) -> bool:
     """Whether a test is due: ``tests`` of them, evenly over the last fifth, the last one at the end."""
+    if not config.tests:
+        return False
     gap = config.decisions / 5 / config.tests
     left = [max(0.0, config.decisions - x) for x in (before, after)]
     return left[1] < config.decisions / 5 and math.ceil(left[1] / gap) < math.ceil(left[0] / gap)
@@ -377,8 +463,18 @@ def _agent(start: IntervalPolicy, head: IntervalHead) -> IntervalPolicy:
     return agent.eval().requires_grad_(False)
 
 
-def _best(start: IntervalPolicy, stored: dict[str, Tensor]) -> IntervalPolicy:
-    best = copy.deepcopy(start).eval().requires_grad_(False)
-    if kept := part(stored, "best"):
-        best.head.load_state_dict(kept)
-    return best
+def _best(start: IntervalPolicy, values: Values, stored: dict[str, Tensor]) -> tuple[IntervalPolicy, Dueling]:
+    """The best agent so far, and its action values."""
+    best, best_q = copy.deepcopy(start).eval().requires_grad_(False), copy.deepcopy(values.q)
+    if stored:
+        best.head.load_state_dict(part(stored, "best"))
+        best_q.load_state_dict(part(stored, "best_q"))
+    return best, best_q
+
+
+@torch.no_grad()
+def _leads(head: IntervalHead, states: Tensor, eps: float) -> dict[str, float]:
+    scores = head(states)
+    best = scores.topk(2).values
+    proven = (head.leads_over(*box(states, eps), scores.argmax(1)) > 0).all(1)
+    return {"lead": float((best[:, 0] - best[:, 1]).median()), "certified": float(proven.float().mean())}

@@ -12,10 +12,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
-from sortrl.baselines.interval_q.network import box, gathered, overlap
+from sortrl.baselines.interval_q.network import Dueling, box, gathered, overlap
 from sortrl.baselines.interval_q.training import Batch, Moment, Networks
 from sortrl.nets.intervals import IntervalHead
 
@@ -30,7 +30,7 @@ class WocarDQN:
     kappa: float = 0.5
     """Share of the temporal-difference loss at the end; 1 at the start."""
 
-    def networks(self, start: IntervalHead) -> dict[str, IntervalHead]:
+    def networks(self, start: Dueling) -> dict[str, nn.Module]:
         return {"q": start, "worst": start}
 
     def loss(self, nets: Networks, target: Networks, batch: Batch, now: Moment) -> Tensor:
@@ -39,7 +39,7 @@ class WocarDQN:
         with torch.no_grad():
             best = ((1.0 - w) * q(batch.following) + w * worst(batch.following)).argmax(1)
             goal = batch.rewards + now.gamma * batch.goes_on * gathered(target["q"](batch.following), best)
-            possible = reachable(q, batch.following, now.eps)
+            possible = reachable(q.advantage, batch.following, now.eps)
             least = target["worst"](batch.following).masked_fill(~possible, torch.inf).amin(1)
             worst_goal = batch.rewards + now.gamma * batch.goes_on * least
         td = functional.smooth_l1_loss(gathered(q(batch.states), batch.actions), goal)
