@@ -179,7 +179,7 @@ def bench(json: Path | None = None, quick: bool = False, whole_jobs: bool = Fals
 
     results = module.run(
         quick=quick,
-        repeats=5 if quick else 15,
+        repeats=5 if quick else 12,
         progress=lambda line: print(line, file=sys.stderr, flush=True),
         whole_jobs=whole_jobs,
     )

@@ -51,7 +51,9 @@ def judged(
 ) -> Judged:
     if isinstance(policy, SortPolicy):
         margin = margins(outputs, target)
-        wide = margin > 2 * config.eps * policy.lipschitz
+        # policy.lipschitz is that of a private copy of all weights, which costs as much as the rest of the loss.
+        lipschitz = math.prod(part.lipschitz for part in (*policy.front, *policy.layers))
+        wide = margin > 2 * config.eps * lipschitz
         return Judged(policy.mu * outputs, margin, wide, robust_loss(margin, theta))
     scores = policy.head(outputs)
     # The box grows with p, so that the head first learns what to separate, then how far.

@@ -53,9 +53,9 @@ class Plan:
     inference_batch: int = 64
     calls: int = 2000
     images: ImageSize = field(default_factory=ImageSize)
-    attacked: Size = field(default_factory=lambda: Size(batch=16))
+    attacked: Size = field(default_factory=lambda: Size(batch=8))
     games: int = 64
-    pieces: int = 24
+    pieces: int = 16
     scaling_middle: Shape = (512, 640, 640)
     scaling_sizes: tuple[int, ...] = (64, 128, 256, 512, 1024)
     compiled: bool = True

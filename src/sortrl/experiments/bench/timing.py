@@ -14,7 +14,7 @@ from torch import Tensor
 SLOW_S = 0.25  # a call this long needs no warm-up of its own ...
 SLOW_REPEATS = 3  # ... and is timed this often at most
 ENDLESS_S = 2.0  # a call this long is timed once
-TURNS_S = 2.0  # a contender whose turns took this long together gets no more than SLOW_REPEATS
+TURNS_S = 1.5  # a contender whose turns took this long together gets no more than SLOW_REPEATS
 SHORT_S = 0.01  # shorter calls are timed several in a row
 PAUSE_S = 0.02  # idle worker threads of one contender may spin this long; they must not disturb the next
 TOLERANCE = 1e-3  # results may differ this much, relative to the largest entry, before a note says so
