@@ -49,6 +49,19 @@ def test_ramps_stand_in_the_middle_of_the_widest_gaps_that_tell_enough():
     assert near.width < 2 * min(GAPS) / 255 + 1e-9
 
 
+def test_what_moves_is_seen_although_walls_change_more_of_the_screen():
+    """Two mazes of black and white walls, and a dot of dark grey: the widest gaps would show which maze it is, and nothing else."""
+    rng = np.random.default_rng(0)
+    obs = np.zeros((2000, *SHAPE), np.uint8)
+    obs[:, 0, :5] = 200 * rng.integers(0, 2, (2000, 1, 1))
+    column = rng.integers(0, 6, 2000)
+    obs[np.arange(2000), 0, 5, column] = 24
+    ramps = found_ramps(obs, PIXELS)
+    assert ramps.width * 255 == pytest.approx(21)
+    assert set(ramps.pixels.tolist()) >= set(range(30, 36)), "the last row, that of the dot"
+    assert len(ramps.pixels) == 7, "and one of the walls, which change together"
+
+
 def test_of_ramps_that_show_the_same_the_one_across_the_widest_gap_is_kept():
     rng = np.random.default_rng(0)
     there = rng.random((2000, 1)) < 0.3
@@ -93,6 +106,15 @@ def test_a_student_learns_through_ramps_and_certifies_the_gap():
     assert {type(part) for part in made.policy.front} >= {Centre, Ramp}
     unseen = screen(200, seed=2).obs.copy()
     before = made.policy.certify(unseen)
+    within = np.sort(before.radius)[[20, 100, 180]]
+    asked = np.resize(within, 200)
+    told = made.policy.certify_unit(PIXELS(unseen), torch.from_numpy(asked))
+    assert (told.action == before.action).all()
+    above, below = before.radius > 1.02 * asked, before.radius < 0.98 * asked  # bisection leaves about a hundredth
+    assert above.sum() > 20
+    assert below.sum() > 20
+    assert (told.radius > asked)[above].all()
+    assert not (told.radius > asked)[below].any()
     unseen[:, 0, 5] = 255  # a row that never varied
     after = made.policy.certify(unseen)
     assert (before.action == after.action).all()

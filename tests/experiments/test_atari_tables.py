@@ -96,7 +96,7 @@ def test_students_see_the_whole_image_and_are_small(game):
     task = TASKS[atari.env_id_of(game)]
     config = robustify_config(task.env_id, train_teacher=False)
     assert task.eps == pytest.approx(2 / 255)
-    assert config.collect.states == 100_000
+    assert config.collect.states == 60_000
     made = config.student.distill
     assert made.ramps
     assert made.head is None, "sort layers alone"

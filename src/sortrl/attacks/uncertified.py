@@ -39,7 +39,7 @@ class WhereUncertified(Attack):
             return self.attack.search(target)
         # eps in float32 may lie just below what was asked for.
         reached = torch.nextafter(target.eps.flatten(), torch.tensor(torch.inf)).double()
-        open_states = torch.from_numpy(certify(target.unit).radius) <= reached
+        open_states = torch.from_numpy(certify(target.unit, reached).radius) <= reached
         found = target.unit.clone()
         if bool(open_states.any()):
             found[open_states] = self.attack.search(target.subset(open_states))

@@ -181,7 +181,7 @@ def _teacher_of(source: Path) -> Any:
     from sortrl.teachers import Teacher
 
     folder = zoo.locate(source)
-    return Teacher.load(folder / "teacher" if (folder / "teacher").is_dir() else folder)
+    return Teacher.load(zoo.teacher_folder(folder) or folder)
 
 
 def _imitated(source: Path, env: str, directory: Path, seed: int) -> Any:

@@ -27,6 +27,7 @@ RARE = 2e-5  # values that a pixel takes in a smaller share of the states do not
 GAPS = (32.0, 20.0, 15.0, 10.5, 7.5, 5.0)  # halves of gaps, in bytes, widest first
 EXPLAINED = 2 / 3  # share of the variance of pixels that ramps across gaps have to explain,
 TOLD = 0.5  # and what they tell from the background, at least, of what those across the narrowest gaps tell
+APART = 0.9  # and of the different states, the share that must still differ: mazes change much of a screen, and a car little
 LEVELS = 2  # ramps per pixel, at most
 CLIPPED = 1.5  # standard deviations at which pixels are clipped, where there are no gaps
 VARYING = 0.02  # of the largest deviation: pixels that vary less are left out there
@@ -112,7 +113,8 @@ def found_ramps(obs: npt.NDArray[Any], normalizer: Normalizer, pool: int = 1) ->
     narrowest = _across_gaps(counts, GAPS[-1]).told
     for gap in GAPS:
         found = _across_gaps(counts, gap)
-        if found.explained >= EXPLAINED and found.told > TOLD * narrowest:
+        enough = found.explained >= EXPLAINED and found.told > TOLD * narrowest
+        if enough and _apart(obs, found) >= APART:
             kept = _different(obs, counts, found)
             pixels, centres = found.pixels[kept], found.centres[kept]
             # As wide as the narrowest gap: beyond wider ones nothing moves until what they have more is used up.
@@ -212,6 +214,13 @@ def _across_gaps(counts: npt.NDArray[np.int64], gap: float) -> _Found:
         centres += middles.tolist()
     explained, told = 1.0 - left / float(_deviations(counts).sum()), 1.0 - untold / other
     return _Found(np.array(pixels, np.int64), np.array(centres, np.float64), explained, told)
+
+
+def _apart(obs: npt.NDArray[Any], found: _Found) -> float:
+    """Of the states that differ, the share that still do where all that is known is on which side of the ramps they are."""
+    states = _some(obs)
+    sides = (np.packbits(state[found.pixels] > found.centres).tobytes() for state in states)
+    return len(set(sides)) / len({state.tobytes() for state in states})
 
 
 def _different(obs: npt.NDArray[Any], counts: npt.NDArray[np.int64], found: _Found) -> npt.NDArray[np.int64]:

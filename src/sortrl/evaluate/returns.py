@@ -100,6 +100,7 @@ def evaluate(
     slots: int = 64,
     name: str | None = None,
     skip_certified: bool = True,
+    certify: bool | Sequence[float] = True,
     progress: Progress | None = None,
 ) -> EvalResult:
     """Play ``episodes`` greedy episodes, each observation perturbed by ``attack`` within ``eps`` (unit space).
@@ -107,7 +108,9 @@ def evaluate(
     The list of episodes is fixed and each is played to its end, so that short episodes are not favoured. With ``skip_certified`` the
     attack is not run on states that are certified at eps, where it provably cannot change the action; the returns are
     the same. Decisions for observations that recur within an episode are reused where nothing random is involved.
-    ``when`` limits the attack to steps that it chooses (:mod:`sortrl.attacks.schedule`).
+    ``when`` limits the attack to steps that it chooses (:mod:`sortrl.attacks.schedule`). Without ``certify`` certificates are
+    neither used nor recorded, which spares their time where only returns are asked for; with a few eps, rising, radii of clean play
+    are only compared with those, and the largest that is certified is recorded.
 
     ``policy`` is one of sortrl's, or whatever :func:`sortrl.load_teacher` takes: a Stable-Baselines3 model or zip, a torch module, a
     callable. ``env`` is what ``robustify`` takes as env, and ``attack`` may be a name ("pgd-10"; :func:`sortrl.attacks.by_name`).
@@ -126,6 +129,7 @@ def evaluate(
         slots=slots,
         name=name,
         skip_certified=skip_certified,
+        certify=certify,
         progress=progress,
     )[0]
 
@@ -142,6 +146,7 @@ def evaluate_curve(
     slots: int = 64,
     name: str | None = None,
     skip_certified: bool = True,
+    certify: bool | Sequence[float] = True,
     progress: Progress | None = None,
 ) -> list[EvalResult]:
     """:func:`evaluate` at several eps, one result each. The episodes of all of them are played side by side: a larger
@@ -161,7 +166,8 @@ def evaluate_curve(
     total = len(seeds) * len(eps_grid)
     slots = min(slots, total)
     choose = None if when is None else when.begin(policy, env)
-    player = _Player(policy, attack, skip_certified, choose, seed)
+    certify = certify if isinstance(policy, CertifiedPolicy) else False
+    player = _Player(policy, attack, skip_certified, certify, choose, seed)
     finished = 0
 
     def act(episodes: list[_Episode]) -> list[int]:
@@ -188,11 +194,11 @@ def evaluate_curve(
     steps = sum(episode.steps for episode in played)
     points = [played[start : start + len(seeds)] for start in range(0, total, len(seeds))]
     label = str(name or getattr(policy, "name", type(policy).__name__))
-    return [_result(policy, env, attack, when, label, point, seconds / steps) for point in points]
+    return [_result(certify is not False, env, attack, when, label, point, seconds / steps) for point in points]
 
 
 def _result(
-    policy: Policy,
+    certified: bool,
     env: str,
     attack: Attack | None,
     when: Timing | None,
@@ -204,7 +210,6 @@ def _result(
     attack = attack if episodes[0].eps > 0 else None
     lengths = np.array([episode.steps for episode in episodes])
     steps = int(lengths.sum())
-    certified = isinstance(policy, CertifiedPolicy)
     return EvalResult(
         env_id=env,
         policy=name,
@@ -240,8 +245,11 @@ def _threads_for(policy: Policy, states: int) -> Iterator[None]:
 class _Player:
     """The policy and the attack on it: decides in batches of states."""
 
-    def __init__(self, policy: Policy, attack: Attack | None, skip_certified: bool, choose: Any, seed: int) -> None:
+    def __init__(
+        self, policy: Policy, attack: Attack | None, skip_certified: bool, certify: Any, choose: Any, seed: int
+    ) -> None:
         self.policy, self.attack, self.skip_certified, self.choose = policy, attack, skip_certified, choose
+        self.certify: bool | Sequence[float] = certify
         self.generator = torch.Generator().manual_seed(seed)
         self.low: Tensor | None = None
         self.high: Tensor | None = None
@@ -254,8 +262,8 @@ class _Player:
         if not episodes:
             return
         unit = self.policy.normalize(np.stack([episode.obs for episode in episodes]))
-        actions, radii = _decide(self.policy, unit)
         eps, attack = np.array([episode.eps for episode in episodes]), self.attack
+        actions, radii = _decide(self.policy, unit, eps, self.certify)
         within_reach = eps > 0 if radii is None or not self.skip_certified else (eps > 0) & (radii <= eps)
         exposed = np.flatnonzero(within_reach)
         if attack is None:
@@ -307,9 +315,38 @@ def _aimed(attack: Attack, aims: npt.NDArray[np.int64] | None) -> Attack:
 
 
 @torch.no_grad()
-def _decide(policy: Policy, unit: Tensor) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64] | None]:
-    """Actions and, where the policy has certificates, radii."""
-    if isinstance(policy, CertifiedPolicy):
-        certificate = policy.certify_unit(unit)
-        return certificate.action.astype(np.int64), certificate.radius.astype(np.float64)
-    return policy.scores(unit).argmax(1).numpy(), None
+def _decide(
+    policy: Policy, unit: Tensor, eps: npt.NDArray[np.float64], certify: bool | Sequence[float]
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64] | None]:
+    """Actions and, if asked for, certified radii: of states to be attacked at ``eps`` only whether they are above it."""
+    if certify is False:
+        return policy.scores(unit).argmax(1).numpy(), None
+    action, radius = np.zeros(len(unit), np.int64), np.zeros(len(unit))
+    assert isinstance(policy, CertifiedPolicy)
+    for part, attacked in ((np.flatnonzero(eps == 0), False), (np.flatnonzero(eps > 0), True)):
+        if not len(part):
+            continue
+        states = unit[torch.from_numpy(part)]
+        if attacked or certify is True:
+            at = torch.from_numpy(eps[part]) if attacked else None
+            certificate = policy.certify_unit(states, at)
+            action[part], radius[part] = certificate.action, certificate.radius
+        else:
+            action[part], radius[part] = _compared(policy, states, np.asarray(certify, np.float64))
+    return action, radius
+
+
+def _compared(
+    policy: CertifiedPolicy, unit: Tensor, levels: npt.NDArray[np.float64]
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
+    """Actions, and the largest of the rising ``levels`` at which each is certified, by halving; or less than the first."""
+    proven, failed = np.full(len(unit), -1), np.full(len(unit), len(levels))
+    radius = np.zeros(len(unit))
+    action = np.zeros(len(unit), np.int64)
+    while (failed - proven).max() > 1:
+        middle = np.clip((proven + failed) // 2, 0, len(levels) - 1)
+        certificate = policy.certify_unit(unit, torch.from_numpy(levels[middle]))
+        action, radius = certificate.action.astype(np.int64), np.maximum(radius, certificate.radius)
+        holds = certificate.radius > levels[middle]
+        proven, failed = np.where(holds, middle, proven), np.where(holds, failed, middle)
+    return action, radius

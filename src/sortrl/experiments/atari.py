@@ -74,6 +74,7 @@ STRONGER = {
     "ri-fgsm-multi-t": "RI-FGSM-Multi-T",
 }
 CERTIFIED_AT = (1, 3, 5, 10, 15, 20)
+SHOWN_AT = (1, 5)  # the paper prints the first
 
 
 @dataclass(frozen=True)
@@ -204,41 +205,42 @@ def student_of(game: str, agent: str, teacher: Teacher, work: Path, scale: Scale
         return run.student(teacher)
 
 
-def _from_zoo(game: str) -> tuple[dict[str, CertifiedPolicy], Teacher] | None:
-    """Students and their teacher that come with the project, if they do."""
-    students: dict[str, CertifiedPolicy] = {}
-    teachers: list[Teacher] = []
+def _from_zoo(game: str) -> dict[str, Player]:
+    """Students that come with the project, each with its teacher; and that of the first as the teacher of the table."""
+    found: dict[str, Player] = {}
     for name in zoo.names():
         if zoo.card(zoo.entry(name)).get("env") != env_id_of(game):
             continue
         _, student, teacher = read_run(Path(f"{zoo.PREFIX}{name}"))
         agents = [agent for agent, preset in OURS.items() if preset == zoo.card(zoo.entry(name)).get("preset")]
-        if teacher is None or len(agents) != 1 or agents[0] in students:
+        if teacher is None or len(agents) != 1 or agents[0] in found:
             raise SortRLError(f"{zoo.PREFIX}{name}: expected one student of {game} for each preset, with its teacher.")
-        students[agents[0]] = student
-        teachers.append(teacher)
-    if len({fingerprint(teacher) for teacher in teachers}) > 1:
-        raise SortRLError(f"The students of {game} in the zoo have different teachers, and a table must not mix them.")
-    return (students, teachers[0]) if students else None
+        found[agents[0]] = Player(student, teacher)
+    first = next((found[agent].teacher for agent in OURS if agent in found), None)
+    return found if first is None else {**found, TEACHER: Player(first, first)}
 
 
 def _start(cell: Cell, work: Path, scale: Scale, teachers: Path | None, progress: Callable[[str], None]) -> None:
     """Train the teacher that all agents of a game start from, unless it is there."""
-    if teachers is None and (scale == "smoke" or _from_zoo(cell.game) is None):
+    if teachers is None and (scale == "smoke" or not _from_zoo(cell.game)):
         teacher_of(cell.game, work, scale, teachers, progress)
 
 
 def _player(cell: Cell, work: Path, scale: Scale, teachers: Path | None, progress: Callable[[str], None]) -> Player:
-    shipped = _from_zoo(cell.game) if teachers is None and scale != "smoke" else None
-    teacher = shipped[1] if shipped else teacher_of(cell.game, work, scale, teachers, progress)
+    shipped = _from_zoo(cell.game) if teachers is None and scale != "smoke" else {}
+    if cell.agent in shipped:
+        return shipped[cell.agent]
+    teacher = shipped[TEACHER].teacher if shipped else teacher_of(cell.game, work, scale, teachers, progress)
     if cell.agent in OURS:
-        there = shipped[0].get(cell.agent) if shipped else None
-        return Player(there or student_of(cell.game, cell.agent, teacher, work, scale), teacher)
+        return Player(student_of(cell.game, cell.agent, teacher, work, scale), teacher)
     return Player(quantized(teacher, BRIGHTNESSES) if cell.agent == QUANTIZED else teacher, teacher)
 
 
 def _networks(cell: Cell, player: Player) -> dict[str, nn.Module]:
-    return {TEACHER: player.teacher} | ({cell.agent: player.policy} if cell.agent in OURS else {})
+    """Students of the zoo may have learned from an earlier or a later teacher than the one of the table."""
+    if cell.agent in OURS:
+        return {f"teacher of {cell.agent}": player.teacher, cell.agent: player.policy}
+    return {TEACHER: player.teacher}
 
 
 def _compute(cell: Cell, player: Player, scale: Scale) -> Found:
@@ -248,7 +250,10 @@ def _compute(cell: Cell, player: Player, scale: Scale) -> Found:
     attack = _attack(cell.attack, player.teacher, size.starts)
     attack = None if attack is None else attacks.WhereUncertified(attack)
     env_id = env_id_of(cell.game) if cell.attack != STICKY else f"sortrl/{cell.game}84-sticky-v0"
-    result = evaluate(player.policy, env_id, attack, cell.level / 255, episodes, SEED, name=cell.agent)
+    certify = (
+        False if cell.attack == STICKY else [level / 255 for level in CERTIFIED_AT]
+    )  # of the former the return alone is shown
+    result = evaluate(player.policy, env_id, attack, cell.level / 255, episodes, SEED, name=cell.agent, certify=certify)
     return measured(cell, result, CERTIFIED_AT)
 
 
@@ -327,7 +332,9 @@ def table_lines(results: TableDocument, with_quoted: bool = True) -> list[str]:
         if where["attack"] == STICKY:
             continue
         rows.setdefault((where["game"], where["agent"]), {})[where["level"]] = entry
-    columns = ["clean" if k == 0 else f"{k}/255" for k in levels] + ([] if stronger else ["certified at 1/255"])
+    columns = ["clean" if k == 0 else f"{k}/255" for k in levels] + (
+        [] if stronger else [f"certified at {k}/255" for k in SHOWN_AT]
+    )
     lines = [_caption(results), "", f"| game | agent | {' | '.join(columns)} |", "|---" * (2 + len(columns)) + "|"]
     for game in GAMES:
         for agent in AGENTS:
@@ -336,13 +343,18 @@ def table_lines(results: TableDocument, with_quoted: bool = True) -> list[str]:
                 continue
             texts = [_text(by_level.get(k), results["episodes"], len(results["attacks"])) for k in levels]
             clean = by_level.get(0)
-            share = clean["certified"].get("1") if clean is not None and "certified" in clean else None
-            texts += [] if stronger else ["" if share is None else f"{math.floor(share * 1e4) / 100:.2f}%"]
+            shares = clean["certified"] if clean is not None and "certified" in clean else {}
+            texts += [] if stronger else [_share(shares.get(str(k))) for k in SHOWN_AT]
             lines.append(f"| {game} | {_bold(agent)} | {' | '.join(texts)} |")
         shown = with_quoted and any(key[0] == game for key in rows)
         printed = [row for row in results["quoted"] if row["game"] == game and shown]
         lines += [_quoted_line(row, levels, stronger) for row in printed]
     return lines
+
+
+def _share(share: float | None) -> str:
+    """In percent, never rounded up."""
+    return "" if share is None else f"{math.floor(share * 1e4) / 100:.2f}%"
 
 
 def _places(results: TableDocument) -> list[tuple[CellFields | WorstFound, Found | WorstFound]]:
@@ -394,5 +406,6 @@ def _text(entry: Found | WorstFound | None, episodes: int, attacks_wanted: int) 
 def _quoted_line(row: Quoted, levels: list[int], stronger: bool) -> str:
     printed = dict(zip(row["levels"], row["figures"], strict=True))
     texts = ["" if printed.get(k) is None else figure(*printed[k]) for k in levels]
-    texts += [] if stronger else ["" if row["acr_percent"] is None else f"{row['acr_percent']:.2f}%"]
+    shares = {1: row["acr_percent"]}
+    texts += [] if stronger else ["" if shares.get(k) is None else f"{shares[k]:.2f}%" for k in SHOWN_AT]
     return f"| {row['game']} | {row['agent']}, *quoted from the paper* | {' | '.join(texts)} |"

@@ -70,11 +70,9 @@ def teachers_table(
     rows = {row["game"]: row for row in stored}
     for name in GAMES if game is None else (game,):
         env_id = env_id_of(name)
-        own = Path(f"{zoo.PREFIX}{name.lower()}")
-        # The folder given, the zoo's best teachers, or the one that the zoo's students learned from.
         places = [] if teachers is None else [teachers / name.lower()]
-        places += [zoo.folder() / "teachers" / name.lower(), zoo.locate(own) / "teacher"]
-        folder = next(place for place in places if (place / FILE_NAME).exists())
+        places += [zoo.folder() / zoo.TEACHERS / name.lower()]
+        folder = next((place for place in places if (place / FILE_NAME).exists()), places[-1])
         teacher = load_teacher(folder, env_id)
         weights, episodes, bar = fingerprint(teacher), SIZES[scale].episodes, BARS[name]
         made_with = {"weights": weights, "episodes": episodes, "bar": bar}

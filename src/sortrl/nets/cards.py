@@ -129,6 +129,7 @@ def card_text(found: dict[str, Any], name: str | None = None) -> str:
             *_measured(found),
             *_teacher_lines(found.get("teacher_training")),
             f"- {found['policy']['parameters']} parameters, weights in {precision}",
+            *([f"- its teacher: `zoo/teachers/{shared['name']}`"] if (shared := found.get("shared_teacher")) else []),
             *(f"- sha256 of `{file}`: `{digest}`" for file, digest in found["files"].items()),
             "",
         ]

@@ -46,6 +46,10 @@ class EvaluationNetwork(ABC):
     def decide(self, unit: Tensor) -> Decided:
         """Action, radius and runner-up of finite inputs; of equal scores the first action comes first."""
 
+    def decide_at(self, unit: Tensor, eps: Tensor) -> Decided:
+        """:meth:`decide`, with radii that need only tell whether they are above ``eps`` (batch,): they may be smaller than those."""
+        return self.decide(unit)
+
     @abstractmethod
     def reachable(self, unit: Tensor, eps_unit: float) -> npt.NDArray[np.bool_]:
         """Which actions (batch, n_actions) an input within ``eps_unit`` might make the policy choose."""

@@ -46,6 +46,7 @@ from sortrl.ops.backend import backend_for
 
 REACH = 1.0  # behind ramps, radii are not sought beyond this; pixels are between 0 and 1
 BISECTIONS = 10
+JUST_ABOVE = 1.0 + 1e-6  # times eps: what is proven there is also above eps in float32
 WORTH_CUTTING = 512  # inputs of a first layer for which it pays to ask which of them count
 Module = TypeVar("Module", bound=nn.Module)
 
@@ -181,12 +182,24 @@ class SortEvaluation(EvaluationNetwork):
 
     def decide(self, unit: Tensor) -> Decided:
         """The radius is (margin - rounding) / (2 L); behind ramps, what boxes prove beyond that."""
-        scores, magnitudes = self.traced(unit)
-        action, runner_up, margin = ranked(scores, unit)
-        radius = margin_radius(self.bound, magnitudes.cpu().numpy(), margin)
+        action, radius, runner_up = self._decide_by_margin(unit)
         if self.has_ramps:
             radius = self._box_radius(unit, torch.from_numpy(action), torch.from_numpy(radius)).numpy()
         return action, radius, runner_up
+
+    def decide_at(self, unit: Tensor, eps: Tensor) -> Decided:
+        """Behind ramps one box does: a tenth of the time."""
+        action, radius, runner_up = self._decide_by_margin(unit)
+        if self.has_ramps and (left := np.flatnonzero(radius <= eps.numpy())).size:
+            beyond = JUST_ABOVE * eps[left]
+            holding = self._proven_within(unit[left], beyond, torch.from_numpy(action[left])).numpy()
+            radius[left[holding]] = beyond.numpy()[holding]
+        return action, radius, runner_up
+
+    def _decide_by_margin(self, unit: Tensor) -> Decided:
+        scores, magnitudes = self.traced(unit)
+        action, runner_up, margin = ranked(scores, unit)
+        return action, margin_radius(self.bound, magnitudes.cpu().numpy(), margin), runner_up
 
     @cached_property
     def has_ramps(self) -> bool:
@@ -202,12 +215,16 @@ class SortEvaluation(EvaluationNetwork):
         for _ in range(BISECTIONS):
             # Geometric while the bracket is wide, because radii differ by orders of magnitude.
             middle = torch.where(bad > 4 * good, torch.sqrt(bad * good.clamp(min=1e-4)), (good + bad) / 2)
-            # The box is one of a radius that is larger by more than what float64 loses when distances are measured in it.
-            eps = (middle / RADIUS_DOWN).reshape(-1, *(1 for _ in unit.shape[1:]))
-            parts = zip(*(torch.split(x, ROWS_AT_ONCE) for x in (unit, eps, action)), strict=True)
-            holding = torch.cat([self.proven(*box_around(x, e, None, None), a) for x, e, a in parts])
+            holding = self._proven_within(unit, middle, action)
             good, bad = torch.where(holding, middle, good), torch.where(holding, bad, middle)
         return torch.maximum(good, least)
+
+    def _proven_within(self, unit: Tensor, radius: Tensor, action: Tensor) -> Tensor:
+        """Whether (batch,) intervals prove the action within that radius (batch,), float64."""
+        # The box is one of a radius that is larger by more than what float64 loses when distances are measured in it.
+        eps = (radius / RADIUS_DOWN).reshape(-1, *(1 for _ in unit.shape[1:]))
+        parts = zip(*(torch.split(x, ROWS_AT_ONCE) for x in (unit, eps, action)), strict=True)
+        return torch.cat([self.proven(*box_around(x, e, None, None), a) for x, e, a in parts])
 
     def reachable(self, unit: Tensor, eps_unit: float) -> npt.NDArray[np.bool_]:
         """Score differences move by at most 2 L eps plus rounding: an action further behind than that cannot be forced."""

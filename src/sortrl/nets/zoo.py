@@ -2,13 +2,15 @@
 
 An entry is a folder like that of a run (policy, run.json and, if it is small, the teacher), with a card that says what it is,
 how it was measured, and the hash of every file. An installed package has every card, but of large entries not the weights, which
-are fetched on request (:func:`sortrl.nets.hub.fetch_entry`) and kept in the user's cache.
+are fetched on request (:func:`sortrl.nets.hub.fetch_entry`) and kept in the user's cache. Teachers that several students learned
+from lie in ``teachers``, one copy each, and the cards name them.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,8 @@ from sortrl.nets.cards import FORMAT
 
 PREFIX = "zoo:"
 CARD, POLICY = "card.json", "policy.safetensors"
+TEACHERS = "teachers"  # inside the zoo's folder
+TEACHER_FILE = "teacher.safetensors"
 LARGEST_FILE = 5 * 2**20
 MOST_FILES = 100
 
@@ -105,6 +109,27 @@ def checked(where: Path, largest: int = LARGEST_FILE) -> Path:
         if ".." in Path(file).parts or Path(file).is_absolute() or sha256(where / file, largest) != digest:
             raise SortRLError(f"{where / file} is not the file that {where / CARD} describes. Fetch the entry again.")
     return where
+
+
+def teacher_folder(where: Path) -> Path | None:
+    """Where the teacher of a run or of an entry is, if it is there: beside the student, or the shared one that the card names.
+
+    >>> teacher_folder(entry("cartpole")).name, teacher_folder(entry("freeway-rounded")).parent.name
+    ('teacher', 'teachers')
+    """
+    if (where / "teacher" / TEACHER_FILE).exists():
+        return where / "teacher"
+    named = card(where).get("shared_teacher") if (where / CARD).exists() else None
+    if named is None:
+        return None
+    name, digest = (str(named.get(key)) if isinstance(named, dict) else "" for key in ("name", "sha256"))
+    shared = folder() / TEACHERS / name
+    well_named = re.fullmatch(r"[a-z0-9][a-z0-9-]*", name)
+    if well_named and not shared.exists():  # packages leave large files out
+        return None
+    if not well_named or sha256(shared / TEACHER_FILE) != digest:
+        raise SortRLError(f"{shared} is not the teacher that {where / CARD} describes. Fetch the entry again.")
+    return shared
 
 
 def sha256(path: Path, largest: int = LARGEST_FILE) -> str:

@@ -174,8 +174,8 @@ def read_run(directory: Path) -> tuple[str, CertifiedPolicy, Teacher | None]:
             f"{directory / 'run.json'}: identity.env is {str(env_id)[:60]!r}, expected an environment's id."
         )
     _check_known(directory, env_id)
-    folder = directory / "teacher"
-    teacher = Teacher.load(folder) if (folder / "teacher.safetensors").exists() else None
+    folder = zoo.teacher_folder(directory)
+    teacher = None if folder is None else Teacher.load(folder)
     policy, info = nets.load(directory), describe(env_id)
     if policy.obs_shape != info.obs_shape or policy.n_actions != info.n_actions:
         raise SortRLError(

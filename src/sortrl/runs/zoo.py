@@ -45,20 +45,33 @@ def publish(run: Path, name: str, folder: Path = Path("zoo"), with_teacher: bool
         write_json(entry / "run.json", {"identity": identity})
         # A teacher that was given is somebody's; one that was trained for the run is ours to pass on.
         ours = with_teacher or identity["teacher"] == TRAINED_HERE
-        if ours and (run / "teacher" / "teacher.safetensors").exists():
+        kept = run / "teacher" / zoo.TEACHER_FILE
+        shared = _shared(kept, folder) if ours and kept.exists() else None
+        if ours and kept.exists() and shared is None:
             (entry / "teacher").mkdir()
-            shutil.copy(run / "teacher" / "teacher.safetensors", entry / "teacher")
-            files.append("teacher/teacher.safetensors")
+            shutil.copy(kept, entry / "teacher")
+            files.append(f"teacher/{zoo.TEACHER_FILE}")
         log = run / "teacher" / LOG_FILE
         trained = _training(read_object(log)) if ours and log.exists() else None
         hashes = {file: zoo.sha256(entry / file) for file in files}
         found = card_of(name, results, hashes, agreement, trained)
+        if shared is not None:
+            found["shared_teacher"] = shared
         write_text(entry / "README.md", card_text(found))
         write_json(entry / zoo.CARD, found)  # the last: without it there is no entry
     except BaseException:
         shutil.rmtree(entry, ignore_errors=True)
         raise
     return entry
+
+
+def _shared(teacher: Path, folder: Path) -> dict[str, str] | None:
+    """Which of the zoo's teachers this is, if it is one of them."""
+    digest = zoo.sha256(teacher)
+    for place in sorted((folder / zoo.TEACHERS).glob(f"*/{zoo.TEACHER_FILE}")):
+        if zoo.sha256(place) == digest:
+            return {"name": place.parent.name, "sha256": digest}
+    return None
 
 
 def _write_policy(run: Path, entry: Path) -> float | None:

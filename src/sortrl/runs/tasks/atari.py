@@ -11,8 +11,16 @@ from sortrl.runs.tasks.task import Task
 from sortrl.teachers import PQNConfig
 
 # A Q-learner is greedy, and a seed only draws 1 to 30 idle frames: random and repeated actions make the episodes differ.
-_COLLECT = CollectConfig(states=100_000, exploration=0.5, random_actions=0.05, sticky=0.25, spread=True, slots=64)
-_SORTRL: dict[str, Any] = {**VIDEO_GAMES, "collect": _COLLECT, "episodes": 20}  # episodes as the literature has it
+_COLLECT = CollectConfig(states=60_000, exploration=0.5, random_actions=0.05, sticky=0.25, spread=True, slots=64)
+_SORTRL: dict[str, Any] = {
+    **VIDEO_GAMES,
+    "collect": _COLLECT,
+    "dagger_rounds": 2,
+    "dagger_states": 20_000,
+    "steps": 1500,
+    "episodes": 20,  # as the literature has it
+    "eps_grid": (0.0, 5 / 255),  # the tables have the sizes between them
+}
 # The teacher's own play from all thirty starts, and episodes in which it has to find its way back.
 _THRESHOLDS: dict[str, Any] = {
     "collect": replace(_COLLECT, states=130_000),
