@@ -218,7 +218,7 @@ def _across_gaps(counts: npt.NDArray[np.int64], gap: float) -> _Found:
 
 def _apart(obs: npt.NDArray[Any], found: _Found) -> float:
     """Of the states that differ, the share that still do where all that is known is on which side of the ramps they are."""
-    states = _some(obs)
+    states = _some(obs).reshape(-1, obs[0].size)
     sides = (np.packbits(state[found.pixels] > found.centres).tobytes() for state in states)
     return len(set(sides)) / len({state.tobytes() for state in states})
 
