@@ -62,11 +62,11 @@ def short_pong(monkeypatch):
 def test_cells_cover_the_tables():
     weak, strong = atari.cells("table1"), atari.cells("table3")
     assert len({cell.name for cell in weak + strong}) == len(weak) + len(strong)
-    assert len(weak) == 4 * 5 * 5
+    assert len(weak) == 4 * 5 * 5 + 4, "and of SortNets the suite auto"
     assert len(strong) == 4 * 5 * 3 * 4
     assert {cell.level for cell in strong if cell.game == "BankHeist"} == {5, 10, 15}
     assert {cell.level for cell in strong if cell.game == "Pong"} == {10, 15, 20}
-    assert {cell.attack for cell in weak if cell.level} == {"pgd-10"}
+    assert {cell.attack for cell in weak if cell.level} == {"pgd-10", "auto"}
     assert episode_seeds(atari.SEED, 20) == tuple(range(20))
     for scale in ("cpu", "paper"):
         assert atari.SIZES[scale].episodes == 20
@@ -124,7 +124,7 @@ def test_a_game_from_teacher_to_picture(short_pong, tmp_path, monkeypatch, capsy
     for table in ("table1", "table3"):
         cli.main(["reproduce", table, *options])
     weak, strong = (read_json(tmp_path / "out" / f"{name}.json") for name in ("table1", "table3"))
-    assert len(weak["cells"]) == 5 * 5
+    assert len(weak["cells"]) == 5 * 5 + 1
     assert len(strong["cells"]) == 5 * 4
     assert {name.split("-")[0] for name in weak["missing"]} == set(GAMES) - {"Pong"}
     clean = weak["cells"][0]

@@ -63,6 +63,7 @@ OURS: dict[str, Preset] = {
 }  # students, and the presets that make them
 AGENTS = (*OURS, TEACHER, QUANTIZED)
 STICKY = "sticky"  # in place of an attack: clean play with sticky actions
+AUTO = "auto"  # the suite, in every state the first of its attacks that succeeds; of SortNets alone, which are certified in most states
 
 SEED = 0  # episodes 0 to 19
 LEVELS = (0, 1, 3, 5)
@@ -138,7 +139,8 @@ def cells(table: Table, games: Iterable[str] = GAMES) -> list[Cell]:
     pairs = [(game, agent) for game in games for agent in AGENTS]
     if table == "table1":
         attacked = [("pgd-10" if level else "none", level) for level in LEVELS]
-        return [Cell(*pair, *how) for pair in pairs for how in (*attacked, (STICKY, 0))]
+        found = [Cell(*pair, *how) for pair in pairs for how in (*attacked, (STICKY, 0))]
+        return found + [Cell(game, STUDENT, AUTO, max(LEVELS)) for game in games]
     return [Cell(*pair, attack, k) for pair in pairs for k in STRONGER_LEVELS[pair[0]] for attack in STRONGER]
 
 
@@ -328,13 +330,17 @@ def table_lines(results: TableDocument, with_quoted: bool = True) -> list[str]:
     """The table in Markdown, under a line that says what it shows: measured rows, then those that the paper prints."""
     stronger, levels = "worst" in results, results["levels"]
     rows: dict[tuple[str, str], dict[int, Found | WorstFound]] = {}
+    worst_of_suite: dict[tuple[str, str], Found | WorstFound] = {}
     for where, entry in _places(results):
         if where["attack"] == STICKY:
             continue
+        if where["attack"] == AUTO:
+            worst_of_suite[where["game"], where["agent"]] = entry
+            continue
         rows.setdefault((where["game"], where["agent"]), {})[where["level"]] = entry
-    columns = ["clean" if k == 0 else f"{k}/255" for k in levels] + (
-        [] if stronger else [f"certified at {k}/255" for k in SHOWN_AT]
-    )
+    columns = ["clean" if k == 0 else f"{k}/255" for k in levels]
+    columns += [] if stronger else [f"{max(LEVELS)}/255, suite auto"]
+    columns += [] if stronger else [f"certified at {k}/255" for k in SHOWN_AT]
     lines = [_caption(results), "", f"| game | agent | {' | '.join(columns)} |", "|---" * (2 + len(columns)) + "|"]
     for game in GAMES:
         for agent in AGENTS:
@@ -342,6 +348,7 @@ def table_lines(results: TableDocument, with_quoted: bool = True) -> list[str]:
             if by_level is None:
                 continue
             texts = [_text(by_level.get(k), results["episodes"], len(results["attacks"])) for k in levels]
+            texts += [] if stronger else [cell_text(worst_of_suite.get((game, agent)), results["episodes"])]
             clean = by_level.get(0)
             shares = clean["certified"] if clean is not None and "certified" in clean else {}
             texts += [] if stronger else [_share(shares.get(str(k))) for k in SHOWN_AT]
@@ -405,7 +412,7 @@ def _text(entry: Found | WorstFound | None, episodes: int, attacks_wanted: int) 
 
 def _quoted_line(row: Quoted, levels: list[int], stronger: bool) -> str:
     printed = dict(zip(row["levels"], row["figures"], strict=True))
-    texts = ["" if printed.get(k) is None else figure(*printed[k]) for k in levels]
+    texts = ["" if printed.get(k) is None else figure(*printed[k]) for k in levels] + ([] if stronger else [""])
     shares = {1: row["acr_percent"]}
     texts += [] if stronger else ["" if shares.get(k) is None else f"{shares[k]:.2f}%" for k in SHOWN_AT]
     return f"| {row['game']} | {row['agent']}, *quoted from the paper* | {' | '.join(texts)} |"

@@ -19,7 +19,7 @@ from sortrl.core.errors import SortRLError
 from sortrl.core.files import read_object, write_json
 from sortrl.evaluate import provenance
 from sortrl.experiments import quoted
-from sortrl.experiments.atari import AGENTS, GAMES, MEMORY, OURS, QUANTIZED, ROUNDED, STICKY, STUDENT, TEACHER
+from sortrl.experiments.atari import AGENTS, AUTO, GAMES, MEMORY, OURS, QUANTIZED, ROUNDED, STICKY, STUDENT, TEACHER
 from sortrl.report.figures import panels, save
 
 STYLES = {
@@ -156,7 +156,7 @@ def _chosen(game: str | None) -> tuple[str, ...]:
 def _entries(table: dict[str, Any]) -> list[dict[str, Any]]:
     """What a table reports under attacks: where it has several, the worst of them, once all were tried."""
     if "worst" not in table:
-        return [entry for entry in table["cells"] if entry["cell"]["attack"] != STICKY]
+        return [entry for entry in table["cells"] if entry["cell"]["attack"] not in (STICKY, AUTO)]
     return [row for row in table["worst"] if row["attacks_tried"] == len(table["attacks"])]
 
 
