@@ -216,10 +216,10 @@ def atari_table(results: dict[str, Any]) -> str:
 
 
 def teachers_table(results: dict[str, Any]) -> str:
-    """What the teachers of Atari's students cost, from the cards of the zoo, beside their clean returns in table 1."""
+    """What the first teachers of Atari cost, from the cards of the students that learned from them, beside their clean returns."""
     lines = ["| game | steps | frames | hours, beside other work | clean return |", "|---|---|---|---|---|"]
     for entry in results["cells"]:
-        cell, card = entry["cell"], ROOT / "zoo" / entry["cell"]["game"].lower() / "card.json"
+        cell, card = entry["cell"], ROOT / "zoo" / f"{entry['cell']['game'].lower()}-memory" / "card.json"
         if (cell["agent"], cell["attack"]) == (atari.TEACHER, "none") and card.exists():
             cost = json.loads(card.read_text())["teacher_training"]
             numbers = f"{cost['step']:,} | {4 * cost['step']:,} | {cost['hours']:.1f}"
