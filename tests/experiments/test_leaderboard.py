@@ -241,7 +241,7 @@ def test_a_run_enters_its_policy_and_its_teacher_once(tmp_path):
     assert student.teacher.name == teacher.policy.name
     assert leaderboard.same_agent(entrants[1], tmp_path / "absent") is None
     pytest.importorskip("ale_py", reason="ale-py is not installed")
-    (memory, _) = leaderboard.of_run("zoo:pong", None, "remembers")
+    (memory, _) = leaderboard.of_run("zoo:pong-memory", None, "remembers")
     assert (memory.kind, memory.name) == ("memory", "remembers")
     assert leaderboard.of_run("zoo:pong-rounded", None, None)[0].kind == "threshold"
 

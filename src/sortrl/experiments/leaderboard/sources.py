@@ -113,8 +113,8 @@ def _kind(policy: Any, folder: Path) -> Kind:
 
 def _teacher(run: Path) -> Teacher | None:
     """As it was given: not restated in the units of its student, so that it is the same agent beside any of them."""
-    folder = zoo.locate(run) / "teacher"
-    return Teacher.load(folder) if (folder / "teacher.safetensors").exists() else None
+    folder = zoo.teacher_folder(zoo.locate(run))
+    return None if folder is None else Teacher.load(folder)
 
 
 def _minutes(folder: Path, kind: Kind) -> float | None:
