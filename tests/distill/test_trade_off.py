@@ -107,6 +107,7 @@ def test_the_gate_names_what_is_wrong():
     skill = Skill(0.0, np.full(5, 100.0))
     assert gate(1.0, 0.9, 0.5, skill) is None
     assert "keeps 94%" in gate(0.94, 0.9, 0.5, skill)
+    assert "keeps 94.9% of the teacher's skill, less than 95%" in gate(0.9499, 0.9, 0.5, skill)
     assert gate(0.94, 0.9, 0.5, skill, keep=0.9) is None
     assert "fixed action" in gate(1.0, 0.5, 0.5, skill)
     assert gate(math.nan, 0.9, 0.5, skill) is not None

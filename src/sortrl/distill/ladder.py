@@ -149,7 +149,10 @@ def gate(kept: float, agreement: float, chance: float, skill: Skill, keep: float
     if skill.span <= 0:
         return f"the teacher itself plays no better than random ({skill.teacher.mean():.1f} against {skill.random:.1f})"
     if not kept >= keep:
-        return f"the student keeps {kept:.0%} of the teacher's skill, less than {keep:.0%}"
+        share = (
+            "none" if math.isnan(kept) else f"{math.floor(1000 * kept) / 10:g}%"
+        )  # rounded up it might equal what is asked for
+        return f"the student keeps {share} of the teacher's skill, less than {100 * keep:g}%"
     if agreement <= chance:
         return f"the student agrees with the teacher in {agreement:.0%} of held-out states, no more than one fixed action would"
     return None
