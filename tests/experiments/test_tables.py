@@ -145,7 +145,8 @@ def test_the_agents_of_the_zoo_play_unless_others_were_made(tmp_path, monkeypatc
     trained = Teacher.load(zoo.entry("coinrun") / "teacher")
     monkeypatch.setattr(tables, "train_teacher", lambda *_: trained)
     monkeypatch.setattr(tables.Run, "student", lambda self, teacher: teacher)
-    assert player(MEMORY, "Jumper") is trained, "the zoo's was made from the published agent, which is not here"
+    for agent in (MEMORY, STUDENT):
+        assert player(agent, "Jumper") is trained, "the zoo's was made from the published agent, which is not here"
     (tmp_path / "students" / "Coinrun-cpu-memory").mkdir(parents=True)
     assert isinstance(player(MEMORY), Teacher), "the one that was made here, from the zoo's teacher"
 

@@ -275,7 +275,10 @@ class Run:
             return load_demonstrations(path)
         student = self.config.student.train(work, f"provisional student {index}", self.seed, short=True).policy
         seed, eps = self.seed + 10_000 * index, self.config.dagger_eps
-        config = CollectConfig(states=self.config.dagger_states, eps_unit=0.0 if eps > 0 else self.config.noise)
+        # Where the teacher shows little without exploring, a student does, too: one that stands still shows one state.
+        exploration = max(CollectConfig().exploration, self.config.collect.exploration)
+        noise = 0.0 if eps > 0 else self.config.noise
+        config = CollectConfig(states=self.config.dagger_states, exploration=exploration, eps_unit=noise)
         actor = UnderAttack(student, describe(self.env_id), eps, seed) if eps > 0 else student
         return self._data(
             path.stem,

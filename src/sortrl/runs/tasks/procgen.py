@@ -14,6 +14,7 @@ _SORTRL: dict[str, Any] = {
     **VIDEO_GAMES,
     "pool": 2,  # a quarter of the work, and painted backgrounds say as much
     "steps": 3000,
+    "dagger_rounds": 2,
     "soft_temperature": 1.0,  # a third of the gap between action values; here the softmax is the agent's own play
     # Greedy agents stand still for hundreds of steps; sampled ones show what there is to see.
     "collect": CollectConfig(states=100_000, exploration=1.0, random_actions=0.02, slots=64),
