@@ -164,20 +164,24 @@ def _measured(cell: Cell, player: Player, task: Task, info: EnvInfo, protocol: P
 def _attack(
     cell: Cell, player: Player, policy: Policy, task: Task, info: EnvInfo, protocol: Protocol, folder: Path
 ) -> Attack:
-    """The attack of a trial. Where the policy proves that nothing within eps changes its action, there is nothing to search."""
+    """The attack of a trial. Of the ensemble, a search costs more than a certificate: it is made only where nothing is proven."""
     if cell.attack == VALUE_AWARE:
-        values = policy if player.teacher is None else in_units(player.teacher, task.units(info))
-        return WhereUncertified(MinQ(values))
+        return MinQ(policy if player.teacher is None else in_units(player.teacher, task.units(info)))
     if cell.attack != LEARNED:
-        return WhereUncertified(_without_repeats(attacks.by_name(cell.attack), policy))
+        attack = _without_repeats(attacks.by_name(cell.attack), policy)
+        return WhereUncertified(attack) if isinstance(attack, Ensemble) else attack
     place = folder / "adversary"
     if place.exists():
-        return WhereUncertified(LearnedAdversary.load(place))
-    director = not is_black_box(policy)
-    found = train_adversary(
-        policy, cell.game, task.eps, protocol.adversary_steps, protocol.seed, place, director=director
+        return LearnedAdversary.load(place)
+    return train_adversary(
+        policy,
+        cell.game,
+        task.eps,
+        protocol.adversary_steps,
+        protocol.seed,
+        place,
+        director=not is_black_box(policy),
     )
-    return WhereUncertified(found)
 
 
 def _without_repeats(attack: Attack, policy: Policy) -> Attack:
