@@ -89,9 +89,15 @@ class Size:
     """Episodes of the other agents in table 3, where those attacks cost up to a hundred times as much as clean play."""
     starts: int
     """Random starts of its two -Multi attacks per state; a thousand take a student about 3 seconds on one core."""
+    suite: tuple[int, int] = (30, 300)
+    """Steps and queries of the attacks of the suite auto."""
 
 
-SIZES: dict[str, Size] = {"smoke": Size(1, 1, 1, 2), "cpu": Size(20, 20, 5, 10), "paper": Size(20, 20, 20, 1000)}
+SIZES: dict[str, Size] = {
+    "smoke": Size(1, 1, 1, 2, (2, 4)),
+    "cpu": Size(20, 20, 5, 10),
+    "paper": Size(20, 20, 20, 1000),
+}
 # Too small to learn anything: at least two episodes, one of which is held out; or enough that a start state recurs.
 SMOKE_STUDENTS: dict[str, dict[str, Any]] = {
     STUDENT: {"steps": 5, "batch": 16, "dagger_rounds": 0, "collect": CollectConfig(states=5000)},
@@ -249,7 +255,7 @@ def _compute(cell: Cell, player: Player, scale: Scale) -> Found:
     size = SIZES[scale]
     stronger = size.stronger_episodes if cell.agent in OURS else size.stronger_others
     episodes = stronger if cell.attack in STRONGER else size.episodes
-    attack = _attack(cell.attack, player.teacher, size.starts)
+    attack = _attack(cell.attack, player.teacher, size)
     attack = None if attack is None else attacks.WhereUncertified(attack)
     env_id = env_id_of(cell.game) if cell.attack != STICKY else f"sortrl/{cell.game}84-sticky-v0"
     certify = (
@@ -259,11 +265,13 @@ def _compute(cell: Cell, player: Player, scale: Scale) -> Found:
     return measured(cell, result, CERTIFIED_AT)
 
 
-def _attack(name: str, values: Teacher, starts: int) -> Attack | None:
+def _attack(name: str, values: Teacher, size: Size) -> Attack | None:
+    if name == AUTO:
+        return attacks.auto(*size.suite)
     if name == "ri-fgsm-multi":
-        return attacks.RIFGSMMulti(starts)
+        return attacks.RIFGSMMulti(size.starts)
     if name == "ri-fgsm-multi-t":
-        return attacks.RIFGSMMultiT(values, starts)
+        return attacks.RIFGSMMultiT(values, size.starts)
     return None if name in ("none", STICKY) else attacks.by_name(name)
 
 
