@@ -22,6 +22,7 @@ from sortrl.experiments import (
     baseline_lines,
     bench,
     compute_lines,
+    continuous_table_lines,
     leaderboard,
     procgen,
     teachers_lines,
@@ -281,6 +282,11 @@ def protocols_table() -> str:
     return "\n".join(leaderboard.protocol_lines())
 
 
+def continuous_table(results: dict[str, Any]) -> str:
+    """Returns and bounds of agents with continuous actions."""
+    return "\n".join(continuous_table_lines(results))
+
+
 TABLES = {
     "agents": ("agents", agents_table),
     "cartpole": ("cartpole", run_table),
@@ -301,6 +307,7 @@ TABLES = {
     "baselines": ("baselines", baselines_table),
     "bench": ("bench", bench_table),
     "bench-xeon": ("bench-xeon", bench_table),
+    "continuous": ("continuous", continuous_table),
 }
 
 

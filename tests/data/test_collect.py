@@ -14,7 +14,8 @@ from sortrl.core.files import read_tensors, write_tensors
 from sortrl.core.normalizer import Normalizer
 from sortrl.core.records import Demonstrations
 from sortrl.data.collect import CollectConfig, _Recorder, collect
-from sortrl.data.dataset import export_minari, load_demonstrations, merge, save_demonstrations, split
+from sortrl.data.dataset import export_minari, import_minari, load_demonstrations, merge, save_demonstrations, split
+from sortrl.distill import DistillConfig, distill, standardised
 from sortrl.envs import EnvSlots, describe
 from sortrl.teachers import Architecture, Teacher, load_teacher
 
@@ -340,6 +341,74 @@ def test_minari_export(teacher, tmp_path, monkeypatch):
         export_minari(demos, "cartpole/sortrl-test-v0")
     with pytest.raises(SortRLError, match="lack transitions"):
         export_minari(without_transitions(demos), "cartpole/sortrl-test-v1")
+
+
+def test_minari_both_ways(teacher, tmp_path, monkeypatch):
+    """What was written is read again as it was; with a teacher, its own answers take the place of those that were kept."""
+    pytest.importorskip("minari", reason="minari is not installed")
+    monkeypatch.setenv("MINARI_DATASETS_PATH", str(tmp_path))
+    demos = collect(teacher, "CartPole-v1", CollectConfig(states=300, exploration=1.0, random_actions=0.3))
+    export_minari(demos, "cartpole/sortrl-both-v0")
+    found = import_minari("cartpole/sortrl-both-v0")
+    assert (found.actions != found.transitions.played).any(), "answers are the teacher's, not what was played"
+    relabelled = import_minari("cartpole/sortrl-both-v0", teacher)
+    for one in (found, relabelled):
+        assert one.env_id == "CartPole-v1"
+        np.testing.assert_array_equal(one.obs, demos.obs)
+        np.testing.assert_array_equal(one.actions, demos.actions)
+        np.testing.assert_array_equal(one.episodes, np.unique(demos.episodes, return_inverse=True)[1])
+        for name in ("played", "rewards", "terminated", "truncated", "final_obs"):
+            np.testing.assert_array_equal(getattr(one.transitions, name), getattr(demos.transitions, name))
+    np.testing.assert_allclose(relabelled.logits, demos.logits, atol=1e-5)
+    opposite = import_minari("cartpole/sortrl-both-v0", Opposite(teacher))
+    assert (opposite.actions != demos.actions).mean() > 0.9
+    student = distill(
+        found, standardised(found.obs), DistillConfig(steps=60, width=16, depth=3, batch=64, rho=0.0)
+    ).policy
+    agreement = (student.predict(demos.obs)[0] == demos.actions).mean()
+    assert agreement > np.bincount(demos.actions).max() / len(demos)
+
+
+class Opposite:
+    """Answers as another teacher would: the other way round."""
+
+    def __init__(self, teacher):
+        self.normalize, self._scores = teacher.normalize, teacher.scores
+
+    def scores(self, unit):
+        return -self._scores(unit)
+
+
+def test_minari_datasets_of_others(tmp_path, monkeypatch):
+    """Without a teacher's answers, those that were played are learned; what does not fit is refused."""
+    minari = pytest.importorskip("minari", reason="minari is not installed")
+    from minari.data_collector import EpisodeBuffer
+
+    monkeypatch.setenv("MINARI_DATASETS_PATH", str(tmp_path))
+
+    def made(name, actions, **spaces):
+        buffer = EpisodeBuffer(
+            id=0,
+            observations=np.zeros((4, 2), np.float32),
+            actions=actions,
+            rewards=[0.0] * 3,
+            terminations=[False, False, True],
+            truncations=[False] * 3,
+        )
+        minari.create_dataset_from_buffers(
+            name, [buffer], observation_space=gym.spaces.Box(-1, 1, (2,)), algorithm_name="", description="", **spaces
+        )
+
+    made("own/plain-v0", np.array([0, 1, 1]), action_space=gym.spaces.Discrete(3))
+    found = import_minari("own/plain-v0")
+    assert found.actions.tolist() == [0, 1, 1]
+    assert found.n_actions == 3
+    assert found.transitions.terminated.tolist() == [False, False, True]
+    made("own/numbers-v0", np.zeros((3, 1), np.float32), action_space=gym.spaces.Box(-1, 1, (1,)))
+    with pytest.raises(SortRLError, match="expected a Box and Discrete"):
+        import_minari("own/numbers-v0")
+    with pytest.raises(SortRLError, match="No Minari dataset 'own/absent-v0' on this machine"):
+        import_minari("own/absent-v0")
 
 
 def test_minari_export_names_its_extra(teacher, monkeypatch):

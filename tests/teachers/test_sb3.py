@@ -206,8 +206,8 @@ def test_nothing_in_an_agent_is_executed(tmp_path):
 
 
 BAD_AGENTS = [
-    (mlp_state(log_std=torch.zeros(1)), None, "continuous actions: not supported yet"),
-    ({"actor.mu.weight": torch.ones(1, 1)}, None, "continuous actions: not supported yet"),
+    (mlp_state(log_std=torch.zeros(1)), None, "continuous actions, and this is for discrete ones"),
+    ({"actor.mu.weight": torch.ones(1, 1)}, None, "continuous actions, and this is for discrete ones"),
     ({"lstm_actor.weight_ih_l0": torch.ones(4, 4)}, None, r"unknown network layout.*lstm_actor.weight_ih_l0 \(4, 4\)"),
     (mlp_state(**{"q_net.extra.weight": torch.ones(3)}), None, "unknown network layout"),
     ({}, None, "no tensors"),

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from sortrl.core.errors import SortRLError
-from sortrl.core.records import Policy
 from sortrl.envs import EnvInfo
 
 
-def check_eps(policy: Policy, info: EnvInfo, eps_unit: float) -> None:
+class Normalizes(Protocol):
+    """Whoever has a unit space."""
+
+    def normalize(self, obs: npt.ArrayLike | Tensor) -> Tensor: ...
+
+
+def check_eps(policy: Normalizes, info: EnvInfo, eps_unit: float) -> None:
     """Refuse an eps that lets an adversary replace the whole observation: most likely it is in another unit."""
     if not 0 <= eps_unit < float("inf"):
         raise SortRLError(f"eps is {eps_unit}, expected a finite number >= 0 in the policy's input units.")
@@ -33,7 +40,7 @@ def too_wide(info: EnvInfo, eps_unit: float, span: float) -> SortRLError:
     )
 
 
-def valid_range(policy: Policy, info: EnvInfo) -> tuple[Tensor | None, Tensor | None]:
+def valid_range(policy: Normalizes, info: EnvInfo) -> tuple[Tensor | None, Tensor | None]:
     """The declared bounds of observations in unit space; None where no component has one."""
 
     def to_unit(bounds: npt.NDArray[np.float64]) -> Tensor | None:

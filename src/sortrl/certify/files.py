@@ -16,7 +16,7 @@ from torch import Tensor
 from sortrl.core.errors import SortRLError
 from sortrl.core.files import read_tensors, write_tensors
 from sortrl.core.records import Certificate
-from sortrl.nets import CertifiedPolicy, load
+from sortrl.nets import CertifiedPolicy, load_discrete
 from sortrl.nets.base import FILE_NAME
 
 FORMAT = "sortrl-certificates-2"
@@ -57,7 +57,7 @@ def save_certificates(
         )
     file = Path(policy_file)
     file = file / FILE_NAME if file.is_dir() else file
-    if _content(load(file)) != _content(policy):
+    if _content(load_discrete(file)) != _content(policy):
         raise SortRLError(
             f"save_certificates: {file} holds other weights than this policy, or another configuration. Save the policy first."
         )

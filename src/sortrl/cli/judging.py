@@ -25,12 +25,13 @@ if TYPE_CHECKING:
     from sortrl.experiments.leaderboard import Kind
 
 
-USUAL = {"attack": "pgd-10", "eps": (0.0, 0.1), "episodes": 30, "seed": 0}  # of evaluate; a protocol fixes them
+USUAL_ATTACK = "pgd-10"
+USUAL = {"attack": None, "eps": (0.0, 0.1), "episodes": 30, "seed": 0}  # of evaluate; a protocol fixes them
 
 
 def evaluate(
     run: Annotated[Path | None, tyro.conf.Positional] = None,
-    attack: str = "pgd-10",
+    attack: str | None = None,
     eps: tuple[float, ...] = (0.0, 0.1),
     episodes: int = 30,
     seed: int = 0,
@@ -54,8 +55,9 @@ def evaluate(
 
     Args:
         run: Directory of a run, or zoo:NAME.
-        attack: fgsm, pgd-10, pgd-10-margin, pgd-10-dlr, pgd-10-p32, targeted, ri-fgsm, ri-fgsm-multi, apgd-ce, apgd-dlr, minbest-10,
-            square, auto, noise, gaussian, dropout or salt-and-pepper; numbers may be changed (pgd-30, square-500).
+        attack: Of discrete actions [pgd-10]: fgsm, pgd-10, pgd-10-margin, pgd-10-dlr, pgd-10-p32, targeted, ri-fgsm, ri-fgsm-multi,
+            apgd-ce, apgd-dlr, minbest-10, square, auto, noise, gaussian, dropout or salt-and-pepper; numbers may be changed (pgd-30,
+            square-500). Of continuous ones [farthest-10]: farthest-10, worst-direction-10, push-up-10, push-down-10 or noise.
         eps: Perturbation sizes, in the policy's input units.
         episodes: Episodes per point; the same for teacher and student.
         seed: Chooses the episodes.
@@ -77,6 +79,7 @@ def evaluate(
     from sortrl.core.files import write_json
     from sortrl.core.progress import stage
     from sortrl.evaluate.returns import evaluate as play
+    from sortrl.nets import ContinuousPolicy, load
     from sortrl.runs.run import read_run
 
     use_threads(threads)
@@ -94,9 +97,12 @@ def evaluate(
             "evaluate: give the directory of a run or zoo:NAME; or --policy package.module:load with --protocol, to enter a policy of "
             "your own into the leaderboard."
         )
+    if isinstance(load(run), ContinuousPolicy):
+        _evaluate_continuous(run, attack or "farthest-10", eps, episodes, seed, json)
+        return
     env_id, student, teacher = read_run(run)
     check_each_eps(student, env_id, eps)
-    chosen, rows = attacks.by_name(attack), []
+    chosen, rows = attacks.by_name(attack or USUAL_ATTACK), []
     print(f"{'policy':<10}{'attack':<10}{'eps':>8}{'return':>20}{'changed':>10}{'certified':>11}")
     for size in dict.fromkeys((0.0, *eps)):
         for title, agent in (("teacher", teacher), ("student", student)):
@@ -154,6 +160,36 @@ def _enter(
 
 def _to_stderr(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
+
+
+def _evaluate_continuous(
+    run: Path, attack: str, eps: tuple[float, ...], episodes: int, seed: int, json: Path | None
+) -> None:
+    """Returns, and how far actions were moved beside what is certified."""
+    from sortrl.attacks.continuous import action_attack
+    from sortrl.core.files import write_json
+    from sortrl.evaluate.continuous import evaluate_continuous
+    from sortrl.runs.continuous import read_continuous
+
+    env_id, policy, teacher = read_continuous(run)
+    chosen, rows = action_attack(attack), []
+    constants = ", ".join(f"{constant:.6g}" for constant in policy.lipschitz)
+    print(f"an action moves by at most L eps, L = {constants}\n")
+    print(f"{'policy':<10}{'attack':<20}{'eps':>8}{'return':>20}{'moved':>16}{'bound':>16}")
+    for size in dict.fromkeys((0.0, *eps)):
+        for name, agent in (("teacher", teacher), ("student", policy)):
+            if agent is None:
+                continue
+            result = evaluate_continuous(agent, env_id, chosen, size, episodes, seed, name=name)
+            moved, bound = (
+                "" if part is None else ", ".join(f"{number:.4g}" for number in part)
+                for part in (result.moved, result.bound)
+            )
+            score = f"{result.mean:.1f} ± {result.sem:.1f}"
+            print(f"{name:<10}{result.attack:<20}{size:>8g}{score:>20}{moved:>16}{bound:>16}")
+            rows.append(result.to_json())
+    if json is not None:
+        write_json(json, rows)
 
 
 def attack(
@@ -295,10 +331,10 @@ def _save_certificates(run: Path, env_id: str, episodes: int, seed: int, path: P
 
     from sortrl.certify import save_certificates
     from sortrl.experiments.certificates import clean_episodes
-    from sortrl.nets import load
+    from sortrl.nets import load_discrete
     from sortrl.nets.zoo import locate
 
-    policy = load(run)
+    policy = load_discrete(run)
     states = torch.cat(clean_episodes(policy, env_id, episodes, seed))
     save_certificates(path, policy, states, policy.certify_unit(states), locate(run))
     print(f"certificates: {path} (check them with: sortrl verify {path})")

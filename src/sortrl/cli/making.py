@@ -47,10 +47,10 @@ def robustify(
     student lost the teacher's skill.
 
     Args:
-        env: Gymnasium environment with discrete actions, for example CartPole-v1; module:id imports a module first; frames-4/id
-            stacks observations, as VecFrameStack does.
-        teacher: Agent to start from: a Stable-Baselines3 zip (PPO, A2C, TRPO, DQN, QR-DQN, ARS) or a saved teacher. Without it, PPO is
-            trained.
+        env: Gymnasium environment, for example CartPole-v1; module:id imports a module first; frames-4/id stacks observations, as
+            VecFrameStack does. Where actions are continuous, the certificate bounds how far they can be moved.
+        teacher: Agent to start from: a Stable-Baselines3 zip (PPO, A2C, TRPO, DQN, QR-DQN, ARS; for continuous actions PPO, A2C, TRPO,
+            SAC, TD3, DDPG) or a saved teacher. Without it, PPO is trained (for discrete actions).
         vecnormalize: Observation statistics of that agent: a file written by sortrl, or SB3's vecnormalize.pkl with --allow-pickle.
         allow_pickle: Accept a pickle for --vecnormalize. Only plain arrays are read from it.
         eps: Size of the perturbation to resist, in --units [auto: 0.1, other presets: the task's].
@@ -224,9 +224,11 @@ Reproduced = Literal[
     "reliability",
     "baselines",
     "agents",
+    "continuous",
 ]
 IN_PIECES = ("fig1", "table1", "table2", "table3", "table4", "compute", "baselines")
 KEPT_IN = {
+    "continuous": "continuous",
     "agents": "agents",
     "reliability": "reliability",
     "baselines": "baselines",
@@ -261,14 +263,17 @@ def reproduce(
             fig2, fig3: pictures of tables 1 and 3, from what is computed of them (normalised scores; return against eps);
             baselines: SA-DQN, RADIAL, WocaR-DQN, CAR-DQN, RS-DQN and BCL on classic control, trained from one teacher;
             agents: robustify, with no option at all, on agents of many kinds that it has never seen;
+            continuous: agents with continuous actions (Pendulum, LunarLander) and their students, and how far actions can be moved;
             certificates: how tight the certificates of its students are; reliability: damaged files, kills at random
             moments, attacks on certified decisions, many threads and processes.
         task: Only this task; of tables, and of figures 2 and 3, only this game (table1, table3: Freeway, RoadRunner, Pong, BankHeist;
             table2, table4, compute: Jumper, Coinrun; teachers: as table1); of reliability, only this part (fuzz, crashes, siege, soak).
-        agent: Of tables, baselines and agents, only the rows of this agent, as the JSON calls it (for example "sortrl, memory" or radial-dqn).
+        agent: Of tables, baselines, agents and continuous, only the rows of this agent, as the JSON calls it (for example "sortrl, memory"
+            or radial-dqn).
         scale: smoke (minutes, to see that it works), cpu (hours on two cores), paper (the printed recipe at full length too).
         out: Where the JSON and the PNG go.
-        work: Where finished parts are kept [runs/fig1, runs/atari, runs/procgen, runs/baselines, runs/agents or runs/reliability].
+        work: Where finished parts are kept [runs/fig1, runs/atari, runs/procgen, runs/baselines, runs/agents, runs/continuous or
+            runs/reliability].
         teachers: Folder of the published agents [$SORTRL_TEACHERS]; without it experts are trained. Of Atari: a folder with a
             teacher for each game (freeway, roadrunner, pong, bankheist), given here; without it those of the zoo, with their students.
         workers: Processes of one thread each that compute cells, or parts of figure 1, side by side [one per core].
@@ -282,7 +287,7 @@ def reproduce(
     def progress(line: str) -> None:
         print(line, file=sys.stderr, flush=True)
 
-    if agent is not None and not what.startswith("table") and what not in ("baselines", "agents"):
+    if agent is not None and not what.startswith("table") and what not in ("baselines", "agents", "continuous"):
         raise SortRLError(f"reproduce: --agent chooses rows of a table, and {what} has none.")
     folder = work or Path("runs") / KEPT_IN.get(what, "fig1")
     if (workers is not None or ray is not None) and what not in IN_PIECES:
@@ -306,6 +311,9 @@ def reproduce(
         print("\n".join(module.baseline_lines(found)))
     elif what == "agents":
         print("\n".join(module.agents_lines(module.agents_table(scale, task, out, folder, teachers, progress, agent))))
+    elif what == "continuous":
+        table = module.continuous_table(scale, task, out, folder, teachers, progress, agent)
+        print("\n".join(module.continuous_table_lines(table)))
     elif what == "compute":
         print("\n".join(module.compute_lines(module.compute(scale, task, out, folder, teachers, progress, engine))))
     elif what == "teachers":

@@ -131,6 +131,10 @@ def export(
     run: Annotated[Path, tyro.conf.Positional],
     onnx: Path | None = None,
     c: Path | None = None,
+    vnnlib: Path | None = None,
+    eps: float | None = None,
+    states: int = 20,
+    seed: int = 0,
     imports: Import = None,
 ) -> None:
     """Write the policy of a run for other programs: raw observation in; action and certified radius out.
@@ -139,23 +143,40 @@ def export(
         run: Directory of a run, or zoo:NAME.
         onnx: ONNX file to write.
         c: Directory for a packed policy and C sources that a robot can link, with an example and its Makefile.
+        vnnlib: Directory for the network as ONNX and one VNN-LIB instance per state, as verifiers of neural networks take them.
+        eps: Of --vnnlib, how far observations may be off, in the policy's input units [the one the policy was trained for].
+        states: Of --vnnlib, how many states of a clean episode.
+        seed: Of --vnnlib, chooses the episode.
         imports: Import this module first: the one that registers the run's environment.
     """
+    from sortrl.experiments.certificates import clean_episodes
     from sortrl.nets import sort_layers_only
     from sortrl.nets.onnx import export_onnx
     from sortrl.nets.packed import export_c
-    from sortrl.runs.run import read_run
+    from sortrl.nets.vnnlib import INSTANCES, export_vnnlib
+    from sortrl.runs.run import read_run, trained_eps
 
     use_module(imports)
-    if onnx is None and c is None:
-        raise SortRLError("export: nothing to write. Choose --onnx FILE, --c DIR or both.")
-    policy = sort_layers_only(read_run(run)[1], "Exporting")
+    if onnx is None and c is None and vnnlib is None:
+        raise SortRLError("export: nothing to write. Choose --onnx FILE, --c DIR or --vnnlib DIR, or several of them.")
+    env_id, found, _ = read_run(run)
+    policy = sort_layers_only(found, "Exporting")
     if onnx is not None:
         export_onnx(policy, onnx)
         print(f"onnx: {onnx}")
     if c is not None:
         export_c(policy, c)
         print(f"c: {c} (make -C {c} builds the example)")
+    if vnnlib is not None:
+        size = trained_eps(run) if eps is None else eps
+        check_each_eps(policy, env_id, (size,))
+        unit = clean_episodes(policy, env_id, 1, seed)[0]
+        if not 1 <= states <= len(unit):
+            raise SortRLError(f"export: --states is {states}, expected 1..{len(unit)}, the states of the episode.")
+        chosen = unit[:: len(unit) // states][:states]
+        export_vnnlib(policy, chosen, size, vnnlib)
+        certified = int((policy.certify_unit(chosen).radius > size).sum())
+        print(f"vnnlib: {vnnlib / INSTANCES} ({states} instances at eps {size:g}, {certified} of them certified here)")
 
 
 def tasks() -> None:

@@ -357,3 +357,27 @@ class Decision:
     def certified_at(self, eps_unit: float) -> npt.NDArray[np.bool_] | np.bool_:
         """Whether no perturbation of l_inf size ``eps_unit`` can change the action (a tie is not certified)."""
         return self.radius > eps_unit
+
+
+@dataclass(frozen=True)
+class ActionBounds:
+    """What a policy with continuous actions does, and between what bounds it stays: each (batch, numbers), or (numbers,) for one
+    observation. ``low`` and ``high`` hold for every observation within the eps that was asked about, ``action`` for the one seen."""
+
+    action: FloatArray
+    low: npt.NDArray[np.float64]
+    high: npt.NDArray[np.float64]
+
+    def __post_init__(self) -> None:
+        if not self.action.shape == self.low.shape == self.high.shape:
+            raise SortRLError(
+                f"ActionBounds: action {self.action.shape}, low {self.low.shape} and high {self.high.shape} must be equal shapes."
+            )
+        if not ((self.low <= self.action) & (self.action <= self.high)).all():
+            raise SortRLError("ActionBounds: an action lies outside of its own bounds, or is NaN.")
+
+    @property
+    def moves(self) -> npt.NDArray[np.float64]:
+        """By how much each number may move at most, in either direction."""
+        moves: npt.NDArray[np.float64] = np.maximum(self.high - self.action, self.action - self.low)
+        return moves

@@ -5,17 +5,26 @@ from __future__ import annotations
 import importlib
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 
 from sortrl.core.errors import MissingDependency, SortRLError
 from sortrl.core.files import read_tensors, write_tensors
 from sortrl.core.records import Demonstrations, Transitions
 
 FORMAT = "sortrl-demonstrations-1"
+
+
+class Labels(Protocol):
+    """Whoever can answer states: a teacher."""
+
+    def normalize(self, obs: npt.ArrayLike) -> Tensor: ...
+
+    def scores(self, unit: Tensor) -> Tensor: ...
 
 
 def merge(*demos: Demonstrations) -> Demonstrations:
@@ -110,18 +119,78 @@ def load_demonstrations(path: str | Path) -> Demonstrations:
     return Demonstrations(metadata["env_id"], *columns, transitions)
 
 
+def import_minari(dataset_id: str, teacher: Labels | None = None) -> Demonstrations:
+    """The states of a local Minari dataset (``sortrl[minari]``), to be distilled from; nothing is downloaded.
+
+    The answers to learn are those of ``teacher`` or, without one, the dataset's own: ``infos["teacher_action"]``, as
+    :func:`export_minari` writes it, else the actions that were played. The dataset's actions must be discrete, and its observations
+    arrays.
+    """
+    minari = _minari("Reading")
+    try:
+        dataset = minari.load_dataset(dataset_id, download=False)
+    except (FileNotFoundError, ValueError, KeyError, OSError) as error:
+        raise SortRLError(
+            f"No Minari dataset {dataset_id!r} on this machine ({str(error)[:200]}). Fetch it: minari download {dataset_id}"
+        ) from error
+    n_actions, start = getattr(dataset.action_space, "n", None), int(getattr(dataset.action_space, "start", 0))
+    if n_actions is None or start != 0 or not hasattr(dataset.observation_space, "low"):
+        raise SortRLError(
+            f"{dataset_id} has observations {dataset.observation_space} and actions {dataset.action_space}; expected a Box and "
+            "Discrete(n) counted from 0."
+        )
+    columns: dict[str, list[npt.NDArray[Any]]] = {
+        name: [] for name in ("obs", "actions", "episodes", "played", "rewards", "terminated", "truncated", "final_obs")
+    }
+    for number, episode in enumerate(dataset.iterate_episodes()):
+        steps = len(episode.actions)
+        answers = (episode.infos or {}).get("teacher_action", episode.actions)
+        found = (episode.observations[:-1], answers[:steps], np.full(steps, number), episode.actions)
+        ends = (episode.rewards, episode.terminations, episode.truncations, episode.observations[-1:])
+        for name, values in zip(columns, (*found, *ends), strict=True):
+            columns[name].append(np.asarray(values))
+    if not columns["obs"]:
+        raise SortRLError(f"{dataset_id} has no episodes.")
+    joined = {name: np.concatenate(parts) for name, parts in columns.items()}
+    obs = joined["obs"]
+    if teacher is None:
+        labels = joined["actions"].astype(np.int64)
+        logits = np.eye(int(n_actions), dtype=np.float32)[labels]
+    else:
+        with torch.no_grad():
+            parts = [
+                teacher.scores(teacher.normalize(obs[i : i + 1024])).float().cpu() for i in range(0, len(obs), 1024)
+            ]
+        logits = torch.cat(parts).numpy()
+        labels = logits.argmax(1).astype(np.int64)
+    transitions = Transitions(
+        joined["played"].astype(np.int64),
+        joined["rewards"].astype(np.float32),
+        joined["terminated"].astype(bool),
+        joined["truncated"].astype(bool),
+        joined["final_obs"],
+    )
+    env_id = dataset.env_spec.id if dataset.env_spec is not None else dataset_id
+    return Demonstrations(env_id, obs, labels, logits, joined["episodes"].astype(np.int64), transitions)
+
+
+def _minari(doing: str) -> Any:
+    try:
+        # Minari asks for its storage only after making the dataset's folder, so ask before it.
+        importlib.import_module("h5py")
+        return importlib.import_module("minari")
+    except ImportError as error:
+        raise MissingDependency(f"{doing} Minari datasets needs a package: pip install 'sortrl[minari]'") from error
+
+
 def export_minari(demos: Demonstrations, dataset_id: str) -> Any:
     """Write the episodes as a local Minari dataset (``sortrl[minari]``) for offline reinforcement learning; return it.
 
     Its actions are those that were played; the teacher's answers are in ``infos["teacher_action"]``.
     """
-    try:
-        # Minari asks for its storage only after making the dataset's folder, so ask before it.
-        importlib.import_module("h5py")
-        import minari
-        from minari.data_collector import EpisodeBuffer
-    except ImportError as error:
-        raise MissingDependency("Exporting to Minari needs a package: pip install 'sortrl[minari]'") from error
+    minari = _minari("Writing")
+    from minari.data_collector import EpisodeBuffer
+
     after = demos.transitions
     if after is None:
         raise SortRLError(

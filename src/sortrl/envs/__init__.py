@@ -5,12 +5,13 @@ from __future__ import annotations
 
 from sortrl.envs.branching import Simulator
 from sortrl.envs.given import env_id_of
-from sortrl.envs.info import EnvInfo, describe
+from sortrl.envs.info import ActionBox, EnvInfo, describe, is_continuous
 from sortrl.envs.player import Episode, Predicts, greedy_returns, play_episodes
 from sortrl.envs.registry import register_tasks
 from sortrl.envs.vector import EnvSlots, Fleet, ParallelFleet
 
 __all__ = [
+    "ActionBox",
     "EnvInfo",
     "EnvSlots",
     "Episode",
@@ -21,6 +22,7 @@ __all__ = [
     "describe",
     "env_id_of",
     "greedy_returns",
+    "is_continuous",
     "play_episodes",
 ]
 

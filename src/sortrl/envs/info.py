@@ -40,10 +40,29 @@ OBS_NAMES: dict[str, tuple[str, ...]] = {
         "left leg contact",
         "right leg contact",
     ),
+    "Pendulum": ("cos of angle", "sin of angle", "angular velocity"),
 }
+OBS_NAMES["LunarLanderContinuous"] = OBS_NAMES["LunarLander"]
+ACTION_NAMES = {"Pendulum": ("torque",), "LunarLanderContinuous": ("main engine", "side engines")}  # continuous ones
 
 # Some environments write "unbounded" as the largest float32 rather than as infinity.
 _UNBOUNDED_FROM = 1e30
+
+
+@dataclass(frozen=True)
+class ActionBox:
+    """Continuous actions: vectors of numbers, each between finite bounds (float64, of shape (numbers,))."""
+
+    low: npt.NDArray[np.float64]
+    high: npt.NDArray[np.float64]
+    names: tuple[str, ...]
+
+    def __len__(self) -> int:
+        return len(self.low)
+
+    @property
+    def span(self) -> npt.NDArray[np.float64]:
+        return self.high - self.low
 
 
 @dataclass(frozen=True)
@@ -52,7 +71,8 @@ class EnvInfo:
 
     ``valid_low`` and ``valid_high`` are the declared bounds of raw observations (float64, of shape ``obs_shape``,
     infinite where there is none); ``max_steps`` is the time limit, None if there is none. ``action_groups`` tells, for
-    each action of a task that merges equivalent ones, which of the original actions it stands for.
+    each action of a task that merges equivalent ones, which of the original actions it stands for. A task with continuous actions
+    has an ``action_box``, and ``n_actions`` is how many numbers an action has; :func:`describe` only gives it to who asks for it.
     """
 
     env_id: str
@@ -65,6 +85,18 @@ class EnvInfo:
     obs_dtype: np.dtype[Any]
     action_names: tuple[str, ...] = ()
     action_groups: tuple[tuple[int, ...], ...] | None = None
+    action_box: ActionBox | None = None
+
+    def played(self, action: Any) -> Any:
+        """An answer of a policy as the environment takes it: a whole number, or numbers within their bounds."""
+        if self.action_box is None:
+            return int(action)
+        numbers = np.asarray(action, np.float64)
+        if numbers.shape != self.action_box.low.shape or not np.isfinite(numbers).all():
+            raise SortRLError(
+                f"{self.env_id}: the action is {str(action)[:100]}, expected {len(self.action_box)} finite number(s)."
+            )
+        return np.clip(numbers, self.action_box.low, self.action_box.high).astype(np.float32)
 
     @property
     def obs_size(self) -> int:
@@ -90,18 +122,29 @@ class EnvInfo:
         return [(name, float(value)) for name, value in zip(self.obs_names, scale.flat, strict=True)]
 
 
-def describe(env_id: str) -> EnvInfo:
-    """Describe a Gymnasium environment with discrete actions and array observations.
+def describe(env_id: str, continuous: bool = False) -> EnvInfo:
+    """Describe a Gymnasium environment with array observations and discrete actions, or else ``continuous`` ones.
 
     >>> info = describe("CartPole-v1")
     >>> info.obs_shape, info.n_actions, info.max_steps
     ((4,), 2, 500)
     >>> info.obs_names[2], round(float(info.valid_high[2]), 3)
     ('pole angle', 0.419)
+    >>> describe("Pendulum-v1", continuous=True).action_box.high
+    array([2.])
     """
     env = make_env(env_id)
     try:
-        return _info_of(env, env_id.rpartition("/")[0] if STACKED.fullmatch(env_id) else "")
+        return _info_of(env, env_id.rpartition("/")[0] if STACKED.fullmatch(env_id) else "", continuous)
+    finally:
+        env.close()
+
+
+def is_continuous(env_id: str) -> bool:
+    """Whether actions are vectors of numbers."""
+    env = make_env(env_id)
+    try:
+        return isinstance(env.action_space, gym.spaces.Box)
     finally:
         env.close()
 
@@ -130,18 +173,12 @@ def make_env(env_id: str, max_episode_steps: int | None = None, **options: Any) 
     return shaped(env, frames)
 
 
-def _info_of(env: gym.Env[Any, Any], stacked: str = "") -> EnvInfo:
+def _info_of(env: gym.Env[Any, Any], stacked: str = "", continuous: bool = False) -> EnvInfo:
     env_id = env.spec.id if env.spec is not None else type(env.unwrapped).__name__
     env_id = f"{stacked}/{env_id}" if stacked else env_id
     actions, observations = env.action_space, env.observation_space
-    if isinstance(actions, gym.spaces.Box):
-        raise SortRLError(
-            f"{env_id} has continuous actions {actions}: not supported yet. Choose a task with discrete actions."
-        )
-    if not isinstance(actions, gym.spaces.Discrete) or int(actions.start) != 0:
-        raise SortRLError(f"{env_id} has actions {actions}; expected Discrete(n) counted from 0. Wrap the environment.")
-    if int(actions.n) < 2:
-        raise SortRLError(f"{env_id} has one action only: there is nothing to decide, hence nothing to certify.")
+    box = _action_box(env, env_id, actions) if continuous else None
+    n_actions = _number_of_actions(env_id, actions) if box is None else len(box)
     if not isinstance(observations, gym.spaces.Box):
         raise SortRLError(
             f"{env_id} has observations {observations}; expected one Box (an array of numbers). "
@@ -152,7 +189,7 @@ def _info_of(env: gym.Env[Any, Any], stacked: str = "") -> EnvInfo:
     return EnvInfo(
         env_id=env_id,
         obs_shape=shape,
-        n_actions=int(actions.n),
+        n_actions=n_actions,
         valid_low=_bounds(observations.low),
         valid_high=_bounds(observations.high),
         obs_names=_obs_names(env, env_id, shape),
@@ -160,7 +197,36 @@ def _info_of(env: gym.Env[Any, Any], stacked: str = "") -> EnvInfo:
         obs_dtype=np.dtype(observations.dtype),
         action_names=_told(env, "action_names", ()),
         action_groups=_told(env, "action_groups", None),
+        action_box=box,
     )
+
+
+def _number_of_actions(env_id: str, actions: gym.Space[Any]) -> int:
+    if isinstance(actions, gym.spaces.Box):
+        raise SortRLError(
+            f"{env_id} has continuous actions {actions}, and this is for discrete ones. What takes continuous actions: sortrl "
+            "robustify, with a teacher, and sortrl evaluate."
+        )
+    if not isinstance(actions, gym.spaces.Discrete) or int(actions.start) != 0:
+        raise SortRLError(f"{env_id} has actions {actions}; expected Discrete(n) counted from 0. Wrap the environment.")
+    if int(actions.n) < 2:
+        raise SortRLError(f"{env_id} has one action only: there is nothing to decide, hence nothing to certify.")
+    return int(actions.n)
+
+
+def _action_box(env: gym.Env[Any, Any], env_id: str, actions: gym.Space[Any]) -> ActionBox:
+    if not isinstance(actions, gym.spaces.Box) or len(actions.shape) != 1 or actions.dtype.kind != "f":
+        raise SortRLError(
+            f"{env_id} has actions {actions}; expected continuous ones, a Box with one dimension of floating-point numbers."
+        )
+    low, high = _bounds(actions.low), _bounds(actions.high)
+    if not (np.isfinite(low).all() and np.isfinite(high).all() and (low < high).all()):
+        raise SortRLError(
+            f"{env_id} has actions {actions}; expected finite bounds on every number. Wrap the environment in "
+            "gymnasium.wrappers.RescaleAction."
+        )
+    names = tuple(_told(env, "action_names", ACTION_NAMES.get(env_id.split("/")[-1].rpartition("-v")[0], ())))
+    return ActionBox(low, high, names if len(names) == len(low) else tuple(f"action[{i}]" for i in range(len(low))))
 
 
 def _bounds(declared: npt.NDArray[Any]) -> npt.NDArray[np.float64]:

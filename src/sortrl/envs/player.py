@@ -84,7 +84,7 @@ def play_episodes(
             break
         envs.begin(playing, actions)
         for (slot, episode), action in zip(list(playing.items()), actions, strict=True):
-            obs, reward, done = envs.step(slot, int(action))
+            obs, reward, done = envs.step(slot, action)
             episode.see(obs, reward)
             if done or episode.given_up():
                 finished.append(playing.pop(slot))

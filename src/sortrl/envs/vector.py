@@ -39,10 +39,11 @@ class EnvSlots:
         n: int,
         max_episode_steps: int | None = None,
         options: Callable[[int], Mapping[str, Any]] | None = None,
+        continuous: bool = False,
     ) -> None:
         if n < 1:
             raise SortRLError(f"EnvSlots: n is {n}, expected at least one environment.")
-        self.info = describe(env_id)
+        self.info = describe(env_id, continuous)
         of_slot = options or (lambda slot: {})
         self._envs = [make_env(env_id, max_episode_steps, **of_slot(slot)) for slot in range(n)]
         self._playing = [False] * n
@@ -68,18 +69,18 @@ class EnvSlots:
         self._playing[slot] = True
         return np.asarray(obs)
 
-    def begin(self, slots: Iterable[int], actions: Iterable[int]) -> None:
+    def begin(self, slots: Iterable[int], actions: Iterable[Any]) -> None:
         """Tell which steps come next. Environments with a thread of their own start them; ``step`` collects the results."""
         for slot, action in zip(slots, actions, strict=True):
             begin = getattr(self._envs[slot].unwrapped, "begin", None)
             if begin is not None:
-                begin(int(action))
+                begin(self.info.played(action))
 
-    def step(self, slot: int, action: int) -> tuple[npt.NDArray[Any], float, bool]:
+    def step(self, slot: int, action: Any) -> tuple[npt.NDArray[Any], float, bool]:
         """Play one action; returns the raw observation, the reward and whether the episode is over."""
         if not self._playing[slot]:
             raise SortRLError(f"EnvSlots: slot {slot} has no episode under way. Call reset(slot, seed) first.")
-        obs, reward, terminated, truncated, info = self._envs[slot].step(int(action))
+        obs, reward, terminated, truncated, info = self._envs[slot].step(self.info.played(action))
         done = bool(terminated or truncated)
         self.terminated[slot], self.truncated[slot], self._playing[slot] = terminated, truncated, not done
         self.lives[slot] = info.get("lives", 0)

@@ -13,6 +13,7 @@ from sortrl.experiments.baselines import table_lines as baseline_lines
 from sortrl.experiments.certificates import certificates
 from sortrl.experiments.compute import compute
 from sortrl.experiments.compute import table_lines as compute_lines
+from sortrl.experiments.continuous import continuous_table, continuous_table_lines
 from sortrl.experiments.figure1 import fig1
 from sortrl.experiments.procgen import procgen_table
 from sortrl.experiments.procgen import table_lines as procgen_lines
@@ -32,6 +33,8 @@ __all__ = [
     "certificates",
     "compute",
     "compute_lines",
+    "continuous_table",
+    "continuous_table_lines",
     "fig1",
     "fig2",
     "fig3",

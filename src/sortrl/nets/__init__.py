@@ -5,6 +5,7 @@ from pathlib import Path
 from sortrl.core.errors import SortRLError
 from sortrl.nets import zoo
 from sortrl.nets.base import CertifiedPolicy, load_policy
+from sortrl.nets.continuous import ContinuousConfig, ContinuousPolicy
 from sortrl.nets.front import AveragePool, BoundedConv, Centre, Crop, Pixels, Ramp, Scale
 from sortrl.nets.hybrid import HybridConfig, HybridPolicy
 from sortrl.nets.interval_policy import IntervalConfig, IntervalPolicy
@@ -18,6 +19,8 @@ __all__ = [
     "BoundedConv",
     "Centre",
     "CertifiedPolicy",
+    "ContinuousConfig",
+    "ContinuousPolicy",
     "Crop",
     "HybridConfig",
     "HybridPolicy",
@@ -36,6 +39,7 @@ __all__ = [
     "ThresholdPolicy",
     "ThresholdPolicyConfig",
     "load",
+    "load_discrete",
     "sort_layers_only",
     "truncated_mix",
 ]
@@ -51,14 +55,28 @@ def sort_layers_only(policy: CertifiedPolicy, what: str) -> SortPolicy:
     return policy
 
 
-def load(path: str | Path) -> SortPolicy | HybridPolicy | ThresholdPolicy | IntervalPolicy:
+Discrete = SortPolicy | HybridPolicy | ThresholdPolicy | IntervalPolicy
+
+
+def load(path: str | Path) -> Discrete | ContinuousPolicy:
     """A saved policy of any kind, from its directory the file itself, the zoo (``"zoo:NAME"``) or the Hugging
     Face Hub (``"hf:user/name"`` or ``"hf:user/name@revision"``; ``sortrl[hub]``).
 
     >>> load("zoo:cartpole").n_actions
     2
     """
-    kinds = (SortPolicy, HybridPolicy, ThresholdPolicy, IntervalPolicy)
+    kinds = (SortPolicy, HybridPolicy, ThresholdPolicy, IntervalPolicy, ContinuousPolicy)
     policy = load_policy(zoo.locate(path), {kind.kind: kind for kind in kinds})
     assert isinstance(policy, kinds)
+    return policy
+
+
+def load_discrete(path: str | Path) -> Discrete:
+    """:func:`load`, for what needs actions that are chosen from a list."""
+    policy = load(path)
+    if isinstance(policy, ContinuousPolicy):
+        raise SortRLError(
+            f"{path} holds a policy with continuous actions, and this is for discrete ones. What takes it: sortrl evaluate, and in "
+            "Python predict and certify."
+        )
     return policy

@@ -204,10 +204,7 @@ class CertifiedPolicy(nn.Module, ABC):
 
     def save(self, path: str | Path) -> None:
         """Write ``policy.safetensors`` into the directory ``path``: weights and, as metadata, the configuration."""
-        clip = self.normalizer.clip
-        metadata = {"format": FORMAT_VERSION, "kind": self.kind, "config": self.describe()}
-        metadata["clip"] = None if math.isinf(clip) else clip
-        write_tensors(Path(path) / FILE_NAME, self.state_dict(), metadata)
+        save_policy(self, path)
 
     def push_to_hub(self, repository: str, run: str | Path | None = None, private: bool = False) -> str:
         """Upload the policy to the Hugging Face Hub (``sortrl[hub]``), as ``"user/name"``, with a model card.
@@ -244,8 +241,16 @@ class _Classifier(nn.Module):
         return self.policy.scores(unit)
 
 
-def load_policy(path: str | Path, kinds: dict[str, Any]) -> CertifiedPolicy:
-    """Read what :meth:`CertifiedPolicy.save` wrote, from the directory or the file itself; ``kinds`` builds each kind."""
+def save_policy(policy: Any, path: str | Path) -> None:
+    """Write ``policy.safetensors`` into the directory ``path``: weights and, as metadata, the configuration."""
+    clip = policy.normalizer.clip
+    metadata = {"format": FORMAT_VERSION, "kind": policy.kind, "config": policy.describe()}
+    metadata["clip"] = None if math.isinf(clip) else clip
+    write_tensors(Path(path) / FILE_NAME, policy.state_dict(), metadata)
+
+
+def load_policy(path: str | Path, kinds: dict[str, Any]) -> Any:
+    """Read what :func:`save_policy` wrote, from the directory or the file itself; ``kinds`` builds each kind."""
     file = Path(path)
     if file.suffix == ".zip":
         raise SortRLError(
@@ -265,7 +270,7 @@ def load_policy(path: str | Path, kinds: dict[str, Any]) -> CertifiedPolicy:
     try:
         config = {name: _tuples(value) for name, value in metadata["config"].items()}
         _check_shapes(kinds[kind], config, normalizer, tensors)
-        policy: CertifiedPolicy = kinds[kind](normalizer=normalizer, **config)
+        policy = kinds[kind](normalizer=normalizer, **config)
         policy.load_state_dict(tensors)
     except SortRLError as error:
         raise SortRLError(f"{file}: {error}") from error

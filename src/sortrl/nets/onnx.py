@@ -56,6 +56,35 @@ def export_onnx(policy: SortPolicy, path: str | Path) -> None:
         producer_name="sortrl",
         doc_string="radius: no change of the normalised observation of at most this l_inf size changes the action.",
     )
+    _write(onnx, model, path)
+
+
+def export_scores(policy: SortPolicy, path: str | Path) -> None:
+    """Write the sort layers alone, for verifiers: unit-space input ``X`` (1, *obs_shape) -> scores ``Y`` (1, n_actions), float32.
+
+    Where all layers are maxima (``rho`` 0) there is nothing in it but differences, absolute values, maxima and sums.
+    """
+    onnx = _onnx()
+    graph = _Graph(onnx)
+    _network(graph, policy.sort_evaluation(thorough=True), "X")
+    graph.add("Identity", "scores", name="Y")
+    kind = onnx.TensorProto.FLOAT
+    model = onnx.helper.make_model(
+        onnx.helper.make_graph(
+            graph.leading_to("Y"),
+            "sortrl-scores",
+            [onnx.helper.make_tensor_value_info("X", kind, [1, *policy.obs_shape])],
+            [onnx.helper.make_tensor_value_info("Y", kind, [1, policy.n_actions])],
+            graph.initializers_used,
+        ),
+        opset_imports=[onnx.helper.make_opsetid("", OPSET)],
+        ir_version=IR_VERSION,
+        producer_name="sortrl",
+    )
+    _write(onnx, model, path)
+
+
+def _write(onnx: Any, model: Any, path: str | Path) -> None:
     onnx.checker.check_model(model, full_check=True)
     with atomic_path(path) as temporary:
         temporary.write_bytes(model.SerializeToString())
@@ -68,6 +97,7 @@ class _Graph:
         self.onnx = onnx
         self.nodes: list[Any] = []
         self.initializers: list[Any] = []
+        self.initializers_used: list[Any] = []
 
     def constant(self, value: npt.ArrayLike, dtype: npt.DTypeLike) -> str:
         name = f"c{len(self.initializers)}"
@@ -78,6 +108,16 @@ class _Graph:
         output = name or f"v{len(self.nodes)}"
         self.nodes.append(self.onnx.helper.make_node(operator, list(inputs), [output], **attributes))
         return output
+
+    def leading_to(self, output: str) -> list[Any]:
+        """The nodes that ``output`` is computed from, in order; constants that they do not need are left out from then on."""
+        wanted, kept = {output}, []
+        for node in reversed(self.nodes):
+            if wanted & set(node.output):
+                wanted |= set(node.input)
+                kept.append(node)
+        self.initializers_used = [constant for constant in self.initializers if constant.name in wanted]
+        return kept[::-1]
 
     def to_double(self, value: str) -> str:
         return self.add("Cast", value, to=self.onnx.TensorProto.DOUBLE)

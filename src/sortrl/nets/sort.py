@@ -411,6 +411,15 @@ class SortPolicy(CertifiedPolicy):
         scores: Tensor = -(self.layers[-1](x) + self.bias)
         return scores
 
+    def settled_training_scores(self, unit: Tensor) -> Tensor:
+        """Scores of the evaluation network with its running means as they are: what is computed for a state then depends on no other
+        state of the batch, which numbers that are to be met exactly need. Call :meth:`calibrate` before, and not after."""
+        x = self._trained_front(unit)
+        for layer, shift in zip(self.layers, self.shifts, strict=False):
+            x = layer(x) - shift.running_mean
+        scores: Tensor = -(self.layers[-1](x) + self.bias)
+        return scores
+
     def _trained_front(self, unit: Tensor) -> Tensor:
         """The front ends, with the weights of convolutions divided by their sums on the way."""
         x = unit

@@ -14,6 +14,7 @@ from markupsafe import Markup, escape
 from sortrl.core.errors import SortRLError
 from sortrl.core.files import regular_file, write_text
 from sortrl.report.charts import KEYS, Chart, charts
+from sortrl.report.continuous import CONTINUOUS, render_continuous
 from sortrl.report.model import Run, Settings, read_run
 from sortrl.report.numbers import number, percent, rounded_down, seconds, short
 from sortrl.report.svg import draw, legend
@@ -45,6 +46,8 @@ def render(results: Mapping[str, Any], out_dir: Path) -> Path:
     ``results`` is the content of a results.json and all that is needed; it is validated before anything is written.
     The same results give the same bytes. If ``out_dir`` holds an episode.gif, the page shows it.
     """
+    if results.get("kind") == CONTINUOUS:
+        return render_continuous(results, out_dir)
     run = read_run(results)
     drawn = charts(run)
     page, text = html_page(run, drawn, _film_in(Path(out_dir))), markdown(results)
@@ -65,15 +68,15 @@ def render(results: Mapping[str, Any], out_dir: Path) -> Path:
 
 def html_page(run: Run, drawn: list[Chart], film: bytes | None = None) -> str:
     """The page as text, with the bytes of an animated GIF in it if there is one."""
-    return _template().render(
+    return template("page.html.j2").render(
         run=run,
-        css=Markup(Path(__file__).with_name("page.css").read_text(encoding="utf-8")),
+        css=style(),
         headline=headline(run),
         warning=warning(run),
         ladder=ladder_table(run) if run.ladder else None,
         about=_about(run),
         tiles=_tiles(run),
-        figures=[_figure(chart) for chart in drawn],
+        figures=[drawings(chart) for chart in drawn],
         film=None if film is None else b64encode(film).decode(),
         film_name=FILM,
         evaluations=evaluation_table(run),
@@ -82,8 +85,14 @@ def html_page(run: Run, drawn: list[Chart], film: bytes | None = None) -> str:
     )
 
 
+def style() -> Markup:
+    """The page's style sheet."""
+    return Markup(Path(__file__).with_name("page.css").read_text(encoding="utf-8"))
+
+
 @cache
-def _template() -> Template:
+def template(name: str) -> Template:
+    """A page, with the filters that it needs."""
     environment = Environment(
         loader=PackageLoader("sortrl.report", ""),
         autoescape=True,
@@ -96,7 +105,7 @@ def _template() -> Template:
         "number": number,
         "legend": lambda chart: Markup(legend(chart)),
     }
-    return environment.get_template("page.html.j2")
+    return environment.get_template(name)
 
 
 def _about(run: Run) -> tuple[str, ...]:
@@ -142,7 +151,7 @@ def _tiles(run: Run) -> list[tuple[str, str, str]]:
     return tiles
 
 
-def _figure(chart: Chart) -> tuple[Chart, Markup, Markup, bool]:
+def drawings(chart: Chart) -> tuple[Chart, Markup, Markup, bool]:
     """A chart, its drawings for broad and narrow screens, and whether it takes the whole width."""
     paired = chart.key in _PAIRED
     broad = draw(chart, 420, 200) if paired else draw(chart, 880, 260)

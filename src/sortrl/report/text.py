@@ -199,32 +199,32 @@ def markdown(results: Mapping[str, Any]) -> str:
     """The headline and the tables of the page, as GitHub-flavoured markdown."""
     run = read_run(results)
     parts = [
-        f"# {_plain(run.env_id)}: robustness report",
-        *([f"**{_plain(said)}** {_plain(run.gate.advice)}"] if (said := warning(run)) and run.gate else []),
-        _plain(headline(run)),
-        *([LADDER_TITLE, _table(ladder_table(run)), LADDER_NOTE] if run.ladder else []),
+        f"# {as_shown(run.env_id)}: robustness report",
+        *([f"**{as_shown(said)}** {as_shown(run.gate.advice)}"] if (said := warning(run)) and run.gate else []),
+        as_shown(headline(run)),
+        *([LADDER_TITLE, markdown_table(ladder_table(run)), LADDER_NOTE] if run.ladder else []),
         "## Evaluation",
-        _table(evaluation_table(run)),
+        markdown_table(evaluation_table(run)),
         "Return: mean ± standard error over the episodes. Certified: share of the visited states whose action no "
         "perturbation of size ε can change; a dash where it does not apply.",
     ]
     if run.unit_to_raw:
-        parts += ["## In raw units", _table(raw_table(run)), "Radii are rounded down."]
+        parts += ["## In raw units", markdown_table(raw_table(run)), "Radii are rounded down."]
     # Four spaces make a code block that no content can end: the command is a single line.
     parts += [
         "## Made by",
         f"    {run.command}",
-        f"sortrl {_plain(run.version)}, seed {run.seed}, {_plain(run.started)}.",
+        f"sortrl {as_shown(run.version)}, seed {run.seed}, {as_shown(run.started)}.",
     ]
     return "\n\n".join(parts) + "\n"
 
 
-def _table(table: Table) -> str:
+def markdown_table(table: Table) -> str:
     rule = ["---" if column < table.named else "---:" for column in range(len(table.headings))]
-    rows = [table.headings, tuple(rule), *(tuple(map(_plain, row)) for row in table.rows)]
+    rows = [table.headings, tuple(rule), *(tuple(map(as_shown, row)) for row in table.rows)]
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
-def _plain(text: str) -> str:
+def as_shown(text: str) -> str:
     """Text that markdown shows as it is."""
     return re.sub(r"([\\`*_\[\]|~$])", r"\\\1", escape(text, quote=False))

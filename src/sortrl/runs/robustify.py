@@ -14,10 +14,11 @@ from sortrl.core.errors import SortRLError, SortRLWarning
 from sortrl.core.files import read_object
 from sortrl.core.progress import Tracker
 from sortrl.core.tracking import Kind, tracking
-from sortrl.envs import EnvInfo, describe, env_id_of
+from sortrl.envs import EnvInfo, describe, env_id_of, is_continuous
 from sortrl.evaluate.suite import LEARNED
-from sortrl.nets import CertifiedPolicy
+from sortrl.nets import CertifiedPolicy, ContinuousPolicy
 from sortrl.runs.config import Preset, RobustifyConfig, robustify_config
+from sortrl.runs.continuous import ContinuousSettings, continuous_settings, robustify_continuous
 from sortrl.runs.measure import results, verdict
 from sortrl.runs.run import TRAINED_HERE, open_run
 from sortrl.runs.stages import TEST_SEED_OFFSET
@@ -41,13 +42,13 @@ def robustify(
     quiet: bool = False,
     track: Kind | Tracker | None = None,
     **changes: Any,
-) -> CertifiedPolicy:
-    """Turn an agent into a certified policy.
+) -> CertifiedPolicy | ContinuousPolicy:
+    """Turn an agent into a certified policy; one with continuous actions into a :class:`sortrl.nets.ContinuousPolicy`.
 
     Args:
         teacher: path of a Stable-Baselines3 zip or of a saved teacher, an SB3 model, a torch module, a callable on
             batches of observations, or None to train one.
-        env: a Gymnasium environment with discrete actions: its id, ``module:id`` to import a module first (the run remembers it),
+        env: a Gymnasium environment: its id, ``module:id`` to import a module first (the run remembers it),
             a function that makes one, or a ``VecEnv`` of Stable-Baselines3, whose ``VecNormalize`` and ``VecFrameStack`` count.
         eps: l_inf size of the perturbations to resist. For the preset ``auto`` in standard deviations of each sensor, 0.1 by
             default; ``units="teacher"`` or ``units="raw"`` state it in the teacher's input units or the environment's own. For
@@ -73,6 +74,10 @@ def robustify(
             ``thresholds``: ``ThresholdConfig``), for example ``steps=500``.
     """
     env_id = env_id_of(env)
+    if is_continuous(env_id):
+        settings = continuous_settings(eps, preset=None if preset == "auto" else preset, **changes)
+        vecnormalize = _statistics(env) if vecnormalize is None else vecnormalize
+        return _continuous(teacher, env_id, settings, out, seed, vecnormalize, allow_pickle, command, quiet)
     info = describe(env_id)
     preset = preset or default_preset(info)
     config = robustify_config(info.env_id, eps, preset, train_teacher=teacher is None, **changes)
@@ -109,6 +114,44 @@ def robustify(
     return policy
 
 
+def _continuous(
+    teacher: Any,
+    env_id: str,
+    settings: ContinuousSettings,
+    out: str | Path | None,
+    seed: int,
+    vecnormalize: Any,
+    allow_pickle: bool,
+    command: str | None,
+    quiet: bool,
+) -> ContinuousPolicy:
+    """:func:`robustify` of an agent whose actions are numbers."""
+    info = describe(env_id, continuous=True)
+    _check_seed(seed)
+    with contextlib.ExitStack() as stack:
+        scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="sortrl-")) if out is None else None
+        folder = Path(scratch or out or "")
+        said = command or f"sortrl.robustify(env={env_id!r}, eps={settings.eps})"
+        policy, found = robustify_continuous(
+            teacher,
+            info,
+            settings,
+            folder,
+            seed=seed,
+            vecnormalize=vecnormalize,
+            allow_pickle=allow_pickle,
+            command=said,
+            module=_module(env_id),
+            quiet=quiet,
+            measure=scratch is None,
+        )
+        if scratch is None:
+            report.render(found, folder)
+    if not found["gate"]["passed"]:
+        warnings.warn(f"Do not rely on this policy: {found['gate']['reason']}.", SortRLWarning, stacklevel=3)
+    return policy
+
+
 def default_preset(info: EnvInfo) -> Preset:
     """The preset for who names none."""
     return "auto" if len(info.obs_shape) == 1 else "fast"
@@ -138,13 +181,17 @@ def _check_early(config: RobustifyConfig, seed: int, info: EnvInfo) -> None:
         )
     if info.is_image and config.eps >= 1:
         raise too_wide(info, config.eps, 1.0)
-    if not isinstance(seed, int) or not 0 <= seed < TEST_SEED_OFFSET:
-        raise SortRLError(f"robustify: seed is {seed!r}, expected a whole number in 0..{TEST_SEED_OFFSET - 1}.")
+    _check_seed(seed)
     if isinstance(config.suite, str):
         attacks.suite(config.suite)
     for name in (config.attack, *(() if isinstance(config.suite, str) else config.suite)):
         if name != LEARNED:
             attacks.by_name(name)
+
+
+def _check_seed(seed: int) -> None:
+    if not isinstance(seed, int) or not 0 <= seed < TEST_SEED_OFFSET:
+        raise SortRLError(f"robustify: seed is {seed!r}, expected a whole number in 0..{TEST_SEED_OFFSET - 1}.")
 
 
 def _source_name(teacher: Any) -> str:

@@ -85,15 +85,22 @@ def open_run(
         "teacher_weights": None if teacher is None else fingerprint(teacher),
         "config": config,
     }
+    with open_claim(directory, plain(identity), module, wait) as claim:
+        yield Run(claim, env_id, config, seed, quiet, shared)
+
+
+@contextmanager
+def open_claim(directory: Path, identity: Identity, module: str | None = None, wait: bool = False) -> Iterator[Claim]:
+    """The directory of a run, locked and claimed for what ``identity`` says the run is."""
     with locked(directory, wait):
         for folder in (folder for name in FOLDERS for folder in directory.glob(name)):
             if folder.is_dir() and not folder.is_symlink():
                 remove_leftovers(folder)
-        claim = _claimed(directory, plain(identity))
+        claim = _claimed(directory, identity)
         if module is not None and claim.document.get("module") != module:
             claim.document["module"] = module  # told to whoever opens the run; never imported by that alone
             claim.write()
-        yield Run(claim, env_id, config, seed, quiet, shared)
+        yield claim
 
 
 def _claimed(directory: Path, identity: Identity) -> Claim:
@@ -174,9 +181,9 @@ def read_run(directory: Path) -> tuple[str, CertifiedPolicy, Teacher | None]:
             f"{directory / 'run.json'}: identity.env is {str(env_id)[:60]!r}, expected an environment's id."
         )
     _check_known(directory, env_id)
+    policy, info = nets.load_discrete(directory), describe(env_id)
     folder = zoo.teacher_folder(directory)
     teacher = None if folder is None else Teacher.load(folder)
-    policy, info = nets.load(directory), describe(env_id)
     if policy.obs_shape != info.obs_shape or policy.n_actions != info.n_actions:
         raise SortRLError(
             f"{directory}: the policy sees {policy.obs_shape} and has {policy.n_actions} actions, but {env_id} has "

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -60,6 +60,22 @@ class Claim:
     def write(self) -> None:
         write_json(self.directory / RUN_FILE, self.document)
 
+    @contextmanager
+    def timed(self, name: str) -> Iterator[None]:
+        """Add the time to the record, also of a stage that is finished in a later attempt."""
+        started = time.monotonic()
+        try:
+            yield
+        finally:
+            self.seconds[name] = round(self.seconds.get(name, 0.0) + time.monotonic() - started, 2)
+            self.write()
+
+    @contextmanager
+    def stage(self, name: str, title: str, quiet: bool) -> Iterator[Progress]:
+        """Show progress, and add the time to the record."""
+        with self.timed(name), stage(title, quiet) as progress:
+            yield progress
+
 
 class Run:
     """What one run has in its directory. Each stage returns what the next one needs, made now or read back."""
@@ -80,24 +96,17 @@ class Run:
     @contextmanager
     def stage(self, name: str, title: str) -> Iterator[Progress]:
         """Show progress, and add the time to the record."""
-        with self.timed(name), stage(title, self.quiet) as progress:
+        with self.claim.stage(name, title, self.quiet) as progress:
             yield progress
 
-    @contextmanager
-    def timed(self, name: str) -> Iterator[None]:
+    def timed(self, name: str) -> AbstractContextManager[None]:
         """Add the time to the record, also of a stage that is finished in a later attempt."""
-        started = time.monotonic()
-        try:
-            yield
-        finally:
-            seconds = self.claim.seconds
-            seconds[name] = round(seconds.get(name, 0.0) + time.monotonic() - started, 2)
-            self.claim.write()
+        return self.claim.timed(name)
 
     def student(self, teacher: Teacher) -> CertifiedPolicy:
         """Data and distillation: everything up to the policy."""
         if (self.directory / "policy.safetensors").exists():
-            return nets.load(self.directory)
+            return nets.load_discrete(self.directory)
         given, teacher = teacher, self.in_units(self.prepared(teacher))
         if self.config.smoothing > 0:
             teacher = smoothed(teacher, self.config.smoothing)

@@ -76,13 +76,13 @@ def _shared(teacher: Path, folder: Path) -> dict[str, str] | None:
 
 def _write_policy(run: Path, entry: Path) -> float | None:
     """In half precision if that changes next to nothing: then the share of states with the same action."""
-    policy = nets.load(run)
+    policy = nets.load_discrete(run)
     tensors, metadata = read_tensors(run / FILE_NAME)
     halved = {name: tensor.half() if _is_weight(name, tensor) else tensor for name, tensor in tensors.items()}
     write_tensors(entry / FILE_NAME, halved, metadata)
     states = load_demonstrations(run / "data.safetensors").obs
     states = states[:: -(-len(states) // SAMPLE)]
-    agreement = float((_actions(nets.load(entry), states) == _actions(policy, states)).mean())
+    agreement = float((_actions(nets.load_discrete(entry), states) == _actions(policy, states)).mean())
     if agreement >= HALF_AGREEMENT:
         return agreement
     write_tensors(entry / FILE_NAME, tensors, metadata)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from sortrl.nets.architecture import Architecture
 from sortrl.teachers.config import ImagePPOConfig, PQNConfig, TeacherConfig
+from sortrl.teachers.continuous import ContinuousTeacher, load_continuous
 from sortrl.teachers.hardening import HardenConfig, hardened
 from sortrl.teachers.load.load import load_teacher
 from sortrl.teachers.load.vecnormalize import load_normalizer, save_normalizer
@@ -14,6 +15,7 @@ from sortrl.teachers.wrappers import decided_at_start, quantized, sampled, smoot
 
 __all__ = [
     "Architecture",
+    "ContinuousTeacher",
     "HardenConfig",
     "ImagePPOConfig",
     "PQNConfig",
@@ -22,6 +24,7 @@ __all__ = [
     "TeacherConfig",
     "decided_at_start",
     "hardened",
+    "load_continuous",
     "load_normalizer",
     "load_teacher",
     "quantized",

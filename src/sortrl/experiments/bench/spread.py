@@ -12,7 +12,7 @@ from sortrl.core.pieces import Engine, Here, Piece, run_pieces
 from sortrl.core.workers import Processes
 from sortrl.evaluate.returns import evaluate
 from sortrl.experiments.bench.timing import Contender, disagreements, take_turns
-from sortrl.nets import load
+from sortrl.nets import load_discrete
 from sortrl.runs.measure import SLOTS
 
 TASK, POLICY = "CartPole-v1", "zoo:cartpole"
@@ -21,7 +21,7 @@ EPISODES = 2  # of a piece: some seconds for all, so that starting a worker (tor
 
 def play(seed: int) -> list[float]:
     """One piece: the returns of some episodes under PGD-10."""
-    result = evaluate(load(POLICY), TASK, PGD(10), 0.2, EPISODES, seed, slots=SLOTS)
+    result = evaluate(load_discrete(POLICY), TASK, PGD(10), 0.2, EPISODES, seed, slots=SLOTS)
     return [float(one) for one in result.returns]
 
 

@@ -27,7 +27,7 @@ from sortrl.distill.loop import _initial_policy, _optimizer
 from sortrl.evaluate.suite import _File
 from sortrl.experiments.reliability import mutations
 from sortrl.experiments.reliability.tiny import ENV, TEACHER, tiny_run
-from sortrl.nets import CertifiedPolicy, HybridPolicy, SortPolicy, ThresholdPolicy, load, zoo
+from sortrl.nets import CertifiedPolicy, ContinuousPolicy, HybridPolicy, SortPolicy, ThresholdPolicy, load, zoo
 from sortrl.nets.architecture import Architecture
 from sortrl.report.page import FILM, _film_in
 from sortrl.runs.run import read_run, trained_eps
@@ -179,8 +179,9 @@ def _other_files(work: Path, run: Path) -> None:
 
 
 def _read_policy(file: Path) -> object:
-    policy = load(file)
-    return policy.certify(np.zeros((2, *policy.obs_shape)))
+    policy, eps = load(file), 0.1
+    states = np.zeros((2, *policy.obs_shape))
+    return policy.certify(states, eps) if isinstance(policy, ContinuousPolicy) else policy.certify(states)
 
 
 def _read_teacher(file: Path) -> object:

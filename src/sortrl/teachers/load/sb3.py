@@ -48,6 +48,8 @@ class AgentFacts:
     n_quantiles: int | None = None
     pixels: bool = False
     vecnormalized: bool = False
+    squashed: bool = False
+    """Of an actor-critic with continuous actions: whether they go through tanh."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,11 @@ class Agent:
 
 def read_zip(path: Path) -> Agent:
     """Read an agent saved by ``model.save``, without unpickling anything."""
+    return convert(*read_parts(path), str(path))
+
+
+def read_parts(path: Path) -> tuple[dict[str, Tensor], AgentFacts]:
+    """The tensors of a saved agent, and what is known of it beside them."""
     try:
         with regular_file(path).open("rb", buffering=0) as stream:
             archive = Archive(stream, str(path))
@@ -69,17 +76,21 @@ def read_zip(path: Path) -> Agent:
                 found = ", ".join(name[:100] for name in archive.names[:8]) or "nothing"
                 raise SortRLError(f"{path} is not a Stable-Baselines3 agent: no policy.pth in it, found {found}.")
             state = read_state(archive.read("policy.pth", archives.MOST_BYTES), path)
-            facts = _facts_of_data(archive, path) if "data" in archive.names else AgentFacts()
+            return state, _facts_of_data(archive, path) if "data" in archive.names else AgentFacts()
     except SortRLError:
         raise
     # zipfile passes on what its decompressors and decoders raise: zlib.error, LZMAError, UnicodeDecodeError, ...
     except Exception as error:
         raise SortRLError(f"{path} is not a readable zip file ({error}). Save the agent again.") from error
-    return convert(state, facts, str(path))
 
 
 def read_model(model: Any) -> Agent:
     """Convert a live Stable-Baselines3 model; its tensors are copied."""
+    return convert(*model_parts(model), type(model).__name__)
+
+
+def model_parts(model: Any) -> tuple[dict[str, Tensor], AgentFacts]:
+    """Of a live model what :func:`read_parts` reads of a saved one."""
     policy = model.policy
     space = model.observation_space
     facts = AgentFacts(
@@ -90,15 +101,18 @@ def read_model(model: Any) -> Agent:
         action_parts=tuple(map(int, getattr(model.action_space, "nvec", ()))),
         n_quantiles=getattr(model, "n_quantiles", None),
         pixels=_is_pixels(str(space.dtype), space.shape, getattr(policy, "normalize_images", True)),
+        squashed=bool(getattr(policy, "squash_output", False)),
     )
-    state = {name: tensor.detach().cpu().clone() for name, tensor in policy.state_dict().items()}
-    return convert(state, facts, type(model).__name__)
+    return {name: tensor.detach().cpu().clone() for name, tensor in policy.state_dict().items()}, facts
 
 
 def convert(state: Mapping[str, Tensor], facts: AgentFacts, where: str) -> Agent:
     """Find the network that chooses actions among the tensors of an agent."""
     if "log_std" in state or any(name.startswith(("actor.", "critic.")) for name in state):
-        raise SortRLError(f"{where} is an agent with continuous actions: not supported yet, only discrete actions are.")
+        raise SortRLError(
+            f"{where} is an agent with continuous actions, and this is for discrete ones. What takes it: sortrl robustify, with the "
+            "agent's own task, and sortrl.teachers.load_continuous."
+        )
     if "action_net.weight" in state:
         cnn, heads, default = "features_extractor.", ["mlp_extractor.shared_net.", "mlp_extractor.policy_net."], "Tanh"
         algorithm = facts.algorithm or "actor-critic"
@@ -118,10 +132,10 @@ def convert(state: Mapping[str, Tensor], facts: AgentFacts, where: str) -> Agent
     trunk: Literal["mlp", "nature_cnn"] = "mlp"
     if f"{cnn}cnn.0.weight" in tensors:
         trunk = "nature_cnn"
-        layers += _take(tensors, f"{cnn}cnn.", 4, where) + _take(tensors, f"{cnn}linear.", 2, where)
+        layers += take(tensors, f"{cnn}cnn.", 4, where) + take(tensors, f"{cnn}linear.", 2, where)
     n_trunk = len(layers)
     for head in heads:
-        layers += _take(tensors, head, 2, where)
+        layers += take(tensors, head, 2, where)
     if "action_net.weight" in tensors and "action_net.bias" in tensors:
         layers += [tensors.pop("action_net.weight"), tensors.pop("action_net.bias")]
     if tensors or len(layers) == n_trunk:
@@ -196,7 +210,7 @@ def _channels(weights: list[Tensor]) -> tuple[int, ...]:
     return found if len(found) == 3 and found != (32, 64, 64) else ()
 
 
-def _take(tensors: dict[str, Tensor], prefix: str, ndim: int, where: str) -> list[Tensor]:
+def take(tensors: dict[str, Tensor], prefix: str, ndim: int, where: str) -> list[Tensor]:
     """Remove and return weight, bias, weight, ... of the layers ``prefix0, prefix2, ...`` (activations in between)."""
     layers: list[Tensor] = []
     while f"{prefix}{len(layers)}.weight" in tensors and f"{prefix}{len(layers)}.bias" in tensors:
@@ -236,6 +250,7 @@ def _facts_of_data(archive: Archive, path: Path) -> AgentFacts:
         pixels=_is_pixels(_ending(space.get("dtype")), shape, kwargs.get("normalize_images", True) is not False),
         # Of an on-policy agent set only by VecNormalize; off-policy ones (with a replay buffer) always have it, and do not say.
         vecnormalized=data.get("_last_original_obs") is not None and "buffer_size" not in data,
+        squashed=kwargs.get("squash_output") is True,
     )
 
 
