@@ -120,7 +120,7 @@ API: dict[str, tuple[Callable[[], Any], str]] = {
     "unknown module": (lambda: describe("nosuchmodule:Env-v0"), "Cannot import the module"),
     "continuous actions": (
         lambda: robust("MountainCarContinuous-v0"),
-        "continuous actions, for which no teacher is trained here. Give one",
+        "discrete actions, but MountainCarContinuous-v0 has continuous actions",
     ),
     "one action only": (lambda: robust("OneAction-v0"), "one action only: there is nothing to decide"),
     "actions not from 0": (lambda: describe("FromFive-v0"), "expected Discrete.n. counted from 0"),

@@ -82,9 +82,10 @@ def test_instances_agree_with_the_complete_search(n_actions, rho, tmp_path):
     session = onnxruntime.InferenceSession(str(tmp_path / listed[0][0]), providers=["CPUExecutionProvider"])
     rng = np.random.default_rng(0)
 
-    def holds(x, pairs):
+    def holds(x, pairs, slack=0.0):
         (scores,) = session.run(["Y"], {"X": x.astype(np.float32)[None]})
-        return any(scores[0, j] >= scores[0, a] for j, a in pairs)
+        # Where distances are summed, runtimes may sum in another order; maxima are the same to the bit.
+        return any(scores[0, j] >= scores[0, a] - slack for j, a in pairs)
 
     for row, file in enumerate(files):
         low, high, pairs = parsed(file.read_text())
@@ -98,7 +99,7 @@ def test_instances_agree_with_the_complete_search(n_actions, rho, tmp_path):
         if broken[row]:
             witness = bracket.counter_example[row].numpy().astype(np.float64)
             assert ((low <= witness) & (witness <= high)).all()
-            assert holds(witness, pairs), "sat, and the search's counter-example shows it"
+            assert holds(witness, pairs, slack=1e-5 if rho else 0.0), "sat, and the search's counter-example shows it"
         if robust[row]:
             corners = np.array(np.meshgrid(*zip(low, high, strict=True))).reshape(3, -1).T
             inside = rng.uniform(low, high, (40, 3))

@@ -40,9 +40,6 @@ AGENTS = {
     ),
     "a2c": lambda: A2C("MlpPolicy", "SortrlReach-v0", policy_kwargs={**SMALL, "activation_fn": torch.nn.ReLU}, seed=0),
     "sac": lambda: SAC("MlpPolicy", "SortrlReach-v0", policy_kwargs={**SMALL}, seed=0, buffer_size=10),
-    "sac with states of noise": lambda: SAC(
-        "MlpPolicy", "SortrlReach-v0", use_sde=True, policy_kwargs={**SMALL}, seed=0, buffer_size=10
-    ),
     "td3": lambda: TD3("MlpPolicy", "SortrlReach-v0", policy_kwargs={**SMALL}, seed=0, buffer_size=10),
     "ddpg": lambda: DDPG("MlpPolicy", "SortrlReach-v0", policy_kwargs={**SMALL}, seed=0, buffer_size=10),
 }
@@ -53,7 +50,7 @@ def shaken(model):
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for parameter in model.policy.parameters():
-            parameter.add_(0.7 * torch.randn(parameter.shape, generator=generator))
+            parameter.add_(0.35 * torch.randn(parameter.shape, generator=generator))
     return model
 
 
@@ -63,7 +60,7 @@ def test_the_teacher_answers_as_its_model_does(name, tmp_path):
     model.save(tmp_path / "agent.zip")
     obs = np.random.default_rng(0).uniform(-3, 3, (200, 2)).astype(np.float32)
     expected = model.predict(obs, deterministic=True)[0]
-    assert (np.ptp(expected, axis=0) > 0.3).all(), "the answers must differ"
+    assert (np.ptp(expected, axis=0) > 0.1).all(), "the answers must differ"
     for source in (tmp_path / "agent.zip", tmp_path / "agent", model):
         teacher = load_continuous(source, "SortrlReach-v0")
         np.testing.assert_allclose(teacher.predict(obs)[0], expected, rtol=0, atol=2e-6)
@@ -113,6 +110,13 @@ def test_what_does_not_fit_is_refused(name):
     call, message = WRONG[name]
     with pytest.raises(SortRLError, match=message):
         call()
+
+
+def test_a_mean_that_is_clipped_before_tanh_is_refused():
+    """SAC with generalized state-dependent exploration clips its mean; what is not known exactly is not guessed."""
+    model = SAC("MlpPolicy", "SortrlReach-v0", use_sde=True, policy_kwargs={**SMALL}, seed=0, buffer_size=10)
+    with pytest.raises(SortRLError, match="Known are PPO"):
+        load_continuous(model, "SortrlReach-v0")
 
 
 def test_a_q_learner_is_no_actor(tmp_path):

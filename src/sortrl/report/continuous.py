@@ -101,6 +101,11 @@ class ContinuousRun:
         return clean(self.results["sortrl"])
 
 
+def is_continuous(results: Any) -> bool:
+    """Whether these are the results of such a run, as far as their kind tells."""
+    return isinstance(results, Mapping) and results.get("kind") == CONTINUOUS
+
+
 def read_continuous_results(results: Mapping[str, Any]) -> ContinuousRun:
     return ContinuousRun(clean(results["env"]["id"]), float(results["config"]["eps"]), results)
 

@@ -14,7 +14,7 @@ from markupsafe import Markup, escape
 from sortrl.core.errors import SortRLError
 from sortrl.core.files import regular_file, write_text
 from sortrl.report.charts import KEYS, Chart, charts
-from sortrl.report.continuous import CONTINUOUS, render_continuous
+from sortrl.report.continuous import is_continuous, render_continuous
 from sortrl.report.model import Run, Settings, read_run
 from sortrl.report.numbers import number, percent, rounded_down, seconds, short
 from sortrl.report.svg import draw, legend
@@ -46,7 +46,7 @@ def render(results: Mapping[str, Any], out_dir: Path) -> Path:
     ``results`` is the content of a results.json and all that is needed; it is validated before anything is written.
     The same results give the same bytes. If ``out_dir`` holds an episode.gif, the page shows it.
     """
-    if results.get("kind") == CONTINUOUS:
+    if is_continuous(results):
         return render_continuous(results, out_dir)
     run = read_run(results)
     drawn = charts(run)

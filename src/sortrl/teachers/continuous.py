@@ -21,7 +21,7 @@ from sortrl.nets.architecture import Architecture
 from sortrl.teachers.load.actors import ContinuousAgent, convert_actor
 from sortrl.teachers.load.sb3 import model_parts, read_parts
 from sortrl.teachers.load.vecnormalize import from_vecnormalize, load_normalizer
-from sortrl.teachers.teacher import FILE_NAME
+from sortrl.teachers.teacher import FILE_NAME, Teacher
 
 FORMAT = "sortrl-continuous-teacher-1"
 
@@ -126,6 +126,10 @@ def load_continuous(
         if known is not None:
             raise SortRLError(f"{source.name} has its normalisation inside; leave out normalizer and vecnormalize.")
         teacher = source
+    elif isinstance(source, Teacher):
+        raise SortRLError(
+            f"{source.name} has {source.n_actions} discrete actions, but {info.env_id} has continuous actions."
+        )
     elif isinstance(source, (str, Path)):
         teacher = _from_path(Path(source), info, info.action_box, known)
     elif hasattr(source, "policy") and hasattr(source, "get_vec_normalize_env"):
