@@ -26,7 +26,7 @@ from sortrl.evaluate.suite import evaluate_suite
 from sortrl.experiments.cells import CellTable, Facts, Found, TableDocument, figure, file_name
 from sortrl.experiments.experts import expert, find_teachers
 from sortrl.experiments.figure1 import Scale
-from sortrl.nets import CertifiedPolicy, load, zoo
+from sortrl.nets import CertifiedPolicy, load_discrete, zoo
 from sortrl.nets.base import FILE_NAME
 from sortrl.nets.interval_policy import IntervalPolicy
 from sortrl.runs.robustify import robustify
@@ -216,7 +216,7 @@ def _student(
             place / RECORD, {"start": f"distilled from {teacher.name}", "minutes": (time.monotonic() - began) / 60}
         )
         made.save(place)
-    return load(place)
+    return load_discrete(place)
 
 
 def table_lines(results: TableDocument) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from decimal import ROUND_UP, Decimal
 from pathlib import Path
 from typing import Any
 
@@ -111,16 +112,15 @@ def read_continuous_results(results: Mapping[str, Any]) -> ContinuousRun:
 
 
 def _up(value: float) -> str:
-    """A bound to four digits, never rounded down.
+    """A bound (>= 0) to four digits, never rounded down.
 
-    >>> _up(3.50121), _up(2.0)
-    ('3.502', '2')
+    >>> _up(0.46171182), _up(3.50121), _up(2.0), _up(12.3449), _up(0.0)
+    ('0.4618', '3.502', '2', '12.35', '0')
     """
-    text = f"{value:.4g}"
-    while float(text) < value:
-        value += 10.0 ** (len(str(int(value))) - 4) / 2
-        text = f"{value:.4g}"
-    return text
+    exact = Decimal(repr(value))
+    if not exact or not exact.is_finite():
+        return f"{value:g}"
+    return f"{float(exact.quantize(Decimal(1).scaleb(exact.adjusted() - 3), rounding=ROUND_UP)):.6g}"
 
 
 def bounds_table(run: ContinuousRun) -> Table:

@@ -77,7 +77,7 @@ def robustify(
     if is_continuous(env_id):
         settings = continuous_settings(eps, preset=None if preset == "auto" else preset, **changes)
         vecnormalize = _statistics(env) if vecnormalize is None else vecnormalize
-        return _continuous(teacher, env_id, settings, out, seed, vecnormalize, allow_pickle, command, quiet)
+        return _continuous(teacher, env_id, settings, out, seed, vecnormalize, allow_pickle, command, quiet, track)
     info = describe(env_id)
     preset = preset or default_preset(info)
     config = robustify_config(info.env_id, eps, preset, train_teacher=teacher is None, **changes)
@@ -124,6 +124,7 @@ def _continuous(
     allow_pickle: bool,
     command: str | None,
     quiet: bool,
+    track: Kind | Tracker | None,
 ) -> ContinuousPolicy:
     """:func:`robustify` of an agent whose actions are numbers."""
     info = describe(env_id, continuous=True)
@@ -131,6 +132,7 @@ def _continuous(
     with contextlib.ExitStack() as stack:
         scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="sortrl-")) if out is None else None
         folder = Path(scratch or out or "")
+        stack.enter_context(tracking(track, folder, info.env_id if scratch else folder.name))
         said = command or f"sortrl.robustify(env={env_id!r}, eps={settings.eps})"
         policy, found = robustify_continuous(
             teacher,
