@@ -7,6 +7,7 @@ that costs is seen by playing on.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -27,6 +28,35 @@ class Numbers(Protocol):
     def unclipped(self, unit: Tensor) -> Tensor:
         """The same before it is clipped, differentiable: at the ends of its range an action has no gradient."""
         ...
+
+
+@dataclass(frozen=True)
+class Target:
+    """What is attacked: a policy at unit-space inputs (batch, sensors)."""
+
+    policy: Numbers
+    unit: Tensor
+    eps: Tensor
+    """(batch, 1), float32."""
+    budget: Budget
+    weight: Tensor
+    """(numbers,): one over what each number of the action is measured in."""
+    generator: torch.Generator | None
+
+    def gradient(self, x: Tensor, goal: Callable[[Tensor], Tensor]) -> Tensor:
+        """Of a goal that depends on the actions at ``x`` before they are clipped."""
+        with torch.enable_grad():
+            x = x.detach().requires_grad_(True)
+            (slope,) = torch.autograd.grad(goal(self.policy.unclipped(x)), x)
+        return slope
+
+    def step(self, x: Tensor, share: float, goal: Callable[[Tensor], Tensor]) -> Tensor:
+        """A signed gradient step of ``share`` times eps, within the budget."""
+        return self.budget.project(x + share * self.eps * self.gradient(x, goal).sign())
+
+    def noise(self) -> Tensor:
+        """Uniform within eps of the inputs, not yet within their valid range."""
+        return self.unit + self.eps * (2 * torch.rand(self.unit.shape, generator=self.generator) - 1)
 
 
 @dataclass(frozen=True)
@@ -75,7 +105,7 @@ class ActionAttack(ABC):
         weight = torch.ones(clean.shape[1]) if scale is None else 1.0 / scale
         budget = Budget.around(unit, eps_unit, low, high)
         best, best_action, most = unit, clean, torch.zeros(len(unit), dtype=torch.float64)
-        for proposal in self.search(policy, unit, eps.float(), budget, weight, generator):
+        for proposal in self.search(Target(policy, unit, eps.float(), budget, weight, generator)):
             found = budget.project(proposal.detach())
             action = policy.actions(found)
             moved = ((action.double() - clean.double()).abs() * weight).amax(1)
@@ -88,15 +118,7 @@ class ActionAttack(ABC):
         return Moved(best, clean, best_action)
 
     @abstractmethod
-    def search(
-        self,
-        policy: Numbers,
-        unit: Tensor,
-        eps: Tensor,
-        budget: Budget,
-        weight: Tensor,
-        generator: torch.Generator | None,
-    ) -> list[Tensor]:
+    def search(self, target: Target) -> list[Tensor]:
         """Proposals: each a perturbed input per state."""
 
 
@@ -113,21 +135,12 @@ class Farthest(ActionAttack):
     def name(self) -> str:  # type: ignore[override]
         return f"farthest-{self.steps}"
 
-    def search(
-        self,
-        policy: Numbers,
-        unit: Tensor,
-        eps: Tensor,
-        budget: Budget,
-        weight: Tensor,
-        generator: torch.Generator | None,
-    ) -> list[Tensor]:
-        clean, found = policy.unclipped(unit), []
+    def search(self, target: Target) -> list[Tensor]:
+        clean, found = target.policy.unclipped(target.unit), []
         for _ in range(self.restarts):
-            x = budget.project(unit + eps * (2 * torch.rand(unit.shape, generator=generator) - 1))
+            x = target.budget.project(target.noise())
             for _ in range(self.steps):
-                slope = _gradient(policy, x, lambda action: (((action - clean) * weight) ** 2).sum())
-                x = budget.project(x + self.step_share * eps * slope.sign())
+                x = target.step(x, self.step_share, lambda action: (((action - clean) * target.weight) ** 2).sum())
             found.append(x)
         return found
 
@@ -144,22 +157,13 @@ class WorstDirection(ActionAttack):
     def name(self) -> str:  # type: ignore[override]
         return f"worst-direction-{self.steps}"
 
-    def search(
-        self,
-        policy: Numbers,
-        unit: Tensor,
-        eps: Tensor,
-        budget: Budget,
-        weight: Tensor,
-        generator: torch.Generator | None,
-    ) -> list[Tensor]:
+    def search(self, target: Target) -> list[Tensor]:
         found = []
-        for number in range(len(weight)):
+        for number in range(len(target.weight)):
             for sign in (1.0, -1.0):
-                x = unit
+                x = target.unit
                 for _ in range(self.steps):
-                    slope = _gradient(policy, x, lambda action, n=number, s=sign: s * action[:, n].sum())
-                    x = budget.project(x + self.step_share * eps * slope.sign())
+                    x = target.step(x, self.step_share, lambda action, n=number, s=sign: s * action[:, n].sum())  # type: ignore[misc]
                 found.append(x)
         return found
 
@@ -176,19 +180,10 @@ class Push(ActionAttack):
     def name(self) -> str:  # type: ignore[override]
         return f"push-{'up' if self.sign > 0 else 'down'}-{self.steps}"
 
-    def search(
-        self,
-        policy: Numbers,
-        unit: Tensor,
-        eps: Tensor,
-        budget: Budget,
-        weight: Tensor,
-        generator: torch.Generator | None,
-    ) -> list[Tensor]:
-        x = unit
+    def search(self, target: Target) -> list[Tensor]:
+        x = target.unit
         for _ in range(self.steps):
-            slope = _gradient(policy, x, lambda action: self.sign * (action * weight).sum())
-            x = budget.project(x + self.step_share * eps * slope.sign())
+            x = target.step(x, self.step_share, lambda action: self.sign * (action * target.weight).sum())
         return [x]
 
 
@@ -198,23 +193,8 @@ class ActionNoise(ActionAttack):
 
     name = "noise"
 
-    def search(
-        self,
-        policy: Numbers,
-        unit: Tensor,
-        eps: Tensor,
-        budget: Budget,
-        weight: Tensor,
-        generator: torch.Generator | None,
-    ) -> list[Tensor]:
-        return [unit + eps * (2 * torch.rand(unit.shape, generator=generator) - 1)]
-
-
-def _gradient(policy: Numbers, x: Tensor, loss: object) -> Tensor:
-    with torch.enable_grad():
-        x = x.detach().requires_grad_(True)
-        (slope,) = torch.autograd.grad(loss(policy.unclipped(x)), x)  # type: ignore[operator]
-    return slope
+    def search(self, target: Target) -> list[Tensor]:
+        return [target.noise()]
 
 
 ACTION_ATTACKS: dict[str, ActionAttack] = {
