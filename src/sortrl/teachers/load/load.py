@@ -207,6 +207,6 @@ def _frames(teacher: Teacher, info: EnvInfo) -> str:
     """What to do about shapes that differ: the same times a small number are those of stacked frames."""
     seen, one = teacher.obs_shape, info.obs_shape
     frames = seen[0] // one[0] if seen and one else 0
-    if frames > 1 and seen == (frames * one[0], *one[1:]):
+    if frames > 1 and seen == (frames * one[0], *one[1:]) and teacher.n_actions == info.n_actions:
         return f"If it was trained behind VecFrameStack({frames}), name the environment frames-{frames}/{info.env_id}."
     return "Is this the agent of another task?"
