@@ -118,7 +118,7 @@ def test_report_is_made_again_from_the_results_alone(capsys, run):
         (["robustify", "Pendulum-v1"], "continuous actions"),
         (["robustify", "CartPole-v1", "--eps", "-1"], "eps is -1"),
         (["robustify", "CartPole-v1", "--threads", "0"], "--threads is 0"),
-        (["evaluate", "nowhere"], "not the directory of a run"),
+        (["evaluate", "nowhere"], "Cannot read nowhere"),
         (["certify", "nowhere"], "not the directory of a run"),
         (["report", "nowhere"], "Cannot read"),
         (["evaluate", "{run}", "--attack", "magic"], "Unknown attack"),

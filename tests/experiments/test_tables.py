@@ -64,6 +64,7 @@ def test_cells_are_computed_once_and_written_as_they_come(tiny, tmp_path, monkey
     few = [Cell("Jumper", "train", STUDENT, "none", 0), Cell("Jumper", "train", STUDENT, "pgd-10", 3)]
     monkeypatch.setattr(tables, "cells", lambda *_: few)
     monkeypatch.setattr(tables, "_agent", lambda *_: tiny)
+    monkeypatch.setattr(tables, "teacher_of", lambda *_: None)  # no cell asks for it
     monkeypatch.delenv("SORTRL_TEACHERS", raising=False)
     results = tables.procgen_table("table2", "smoke", "Jumper", tmp_path / "out", tmp_path / "work")
     assert results["missing"] == []
@@ -168,6 +169,7 @@ def test_return_against_compute(tmp_path, monkeypatch):
     teacher = Teacher(architecture.build(), Normalizer.from_pixels(start.shape), 6, architecture=architecture)
     source = module._Source(teacher, data, lambda episodes: remember(episodes, Normalizer.from_pixels(start.shape)))
     monkeypatch.setattr(module, "_source", lambda *_: source)
+    monkeypatch.setattr(module, "teacher_of", lambda *_: teacher)
     monkeypatch.setitem(tables.SCALES, "smoke", tables.Episodes(1, 1, 1, 1))
     monkeypatch.delenv("SORTRL_TEACHERS", raising=False)
     results = module.compute("smoke", "Jumper", tmp_path / "out", tmp_path / "work")

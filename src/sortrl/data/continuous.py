@@ -30,8 +30,8 @@ class Answers:
     episodes: npt.NDArray[np.int64]
 
     def __post_init__(self) -> None:
-        n = len(self.obs)
-        if not n or self.obs.ndim != 2 or self.actions.ndim != 2 or not len(self.actions) == len(self.episodes) == n:
+        shapes = self.obs.shape, self.actions.shape, self.episodes.shape
+        if list(map(len, shapes)) != [2, 2, 1] or len({shape[0] for shape in shapes}) > 1 or not len(self.obs):
             raise SortRLError(
                 f"Answers: obs {self.obs.shape}, actions {self.actions.shape} and episodes {self.episodes.shape}; expected (n, "
                 "sensors), (n, numbers) and (n,) with n > 0."
@@ -79,6 +79,9 @@ class Answers:
         tensors, metadata = read_tensors(path)
         if metadata.get("format") != FORMAT or {*tensors} != {"obs", "actions", "episodes"}:
             raise SortRLError(f"{path} holds no states with continuous actions (format {metadata.get('format')!r}).")
+        for name, kind in (("obs", torch.float32), ("actions", torch.float32), ("episodes", torch.int64)):
+            if tensors[name].dtype != kind:
+                raise SortRLError(f"{path}: {name} is {tensors[name].dtype}, expected {kind}.")
         return cls(str(metadata.get("env_id")), *(tensors[name].numpy() for name in ("obs", "actions", "episodes")))
 
 

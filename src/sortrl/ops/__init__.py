@@ -101,7 +101,7 @@ def max_reach(lo: Tensor, hi: Tensor, w: Tensor) -> Tensor:
 
     >>> x, w = torch.tensor([[0.0, 1.0, 0.1]]), torch.tensor([[3.0, 1.0, 2.9], [0.0, -1.0, 0.0]])
     >>> max_reach(x - 0.2, x + 0.2, w)
-    tensor([ True,  True,  True])
+    tensor([True, True, True])
     >>> max_reach(x - 0.05, x + 0.05, w)
     tensor([ True,  True, False])
     """

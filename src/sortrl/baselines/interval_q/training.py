@@ -261,7 +261,7 @@ class Tuned(NamedTuple):
     policy: IntervalPolicy
     history: list[dict[str, Any]]
     """Rows with ``decision``, ``eps``, ``loss``, ``training_return``, the median ``lead`` of the agent's actions in the last batch
-    and the share of it that is ``certified`` at the full eps, and of tests ``tested``."""
+    (in this process's part of it) and the share of it that is ``certified`` at the full eps, and of tests ``tested``."""
     decisions: int
     minutes: float
     values: Values | None = None

@@ -27,7 +27,7 @@ def intensity(shape: list[int]) -> float:
     """Distances of one coordinate per byte that must come from memory or go there once: x, w and y.
 
     >>> round(intensity([512, 640, 640]), 1)
-    53.2
+    49.2
     """
     batch, fan_in, out = shape
     return batch * fan_in * out / (BYTES * (batch * fan_in + fan_in * out + batch * out))

@@ -21,6 +21,7 @@ from sortrl.core.checkpoint import Checkpoint, damage_named
 from sortrl.core.files import read_json, read_object
 from sortrl.core.normalizer import Normalizer
 from sortrl.core.records import stored_rows
+from sortrl.data.continuous import Answers
 from sortrl.data.dataset import load_demonstrations
 from sortrl.distill import DistillConfig
 from sortrl.distill.loop import _initial_policy, _optimizer
@@ -70,6 +71,8 @@ def loaders(work: Path) -> list[Loader]:
         Loader("hybrid policy", work / "hybrid" / "policy.safetensors", tensors, _read_policy),
         Loader("memory policy", work / "memory" / "policy.safetensors", tensors, _read_policy),
         *(Loader(f"{name} policy", work / name / "policy.safetensors", tensors, _read_policy) for name in ROUNDED),
+        Loader("continuous policy", work / "continuous" / "policy.safetensors", tensors, _read_policy),
+        Loader("states with continuous actions", work / "answers.safetensors", tensors, Answers.load),
         Loader("demonstrations", _copy(run / "data.safetensors", work), tensors, load_demonstrations),
         Loader("teacher", _copy(run / "teacher" / "teacher.safetensors", work), tensors, _read_teacher),
         Loader("adversary", work / "adversary.safetensors", tensors, lambda f: LearnedAdversary.load(f.parent)),
@@ -154,6 +157,10 @@ def _other_files(work: Path, run: Path) -> None:
     _policy_files(work, hybrid, "hybrid")
     _policy_files(work, ThresholdPolicy(shape, 3, 1, ((4, 3, 2),), (5,), pixels), "rounded")
     _policy_files(work, ThresholdPolicy(shape, 3, 1, ((4, 3, 2),), (5,), pixels, norm=True), "normed")
+    ContinuousPolicy((4,), (-2.0,), (2.0,), (4.0,), width=6, depth=2).save(work / "continuous")
+    Answers("Pendulum-v1", np.zeros((6, 3), np.float32), np.ones((6, 1), np.float32), np.arange(6)).save(
+        work / "answers.safetensors"
+    )
     remember(load_demonstrations(run / "data.safetensors"), Normalizer.identity((4,))).save(work / "memory")
     policy = SortPolicy.load(run)
     states = policy.normalize(np.random.default_rng(0).normal(size=(5, 4)))
