@@ -306,7 +306,6 @@ TABLES = {
     "compute": ("compute", compute_table),
     "baselines": ("baselines", baselines_table),
     "bench": ("bench", bench_table),
-    "bench-xeon": ("bench-xeon", bench_table),
     "continuous": ("continuous", continuous_table),
 }
 
