@@ -90,6 +90,16 @@ _STANDARD_DEVIATIONS = {  # of each sensor in play, rounded
 _CLASSIC_EPS = {"CartPole-v1": 0.2, "Acrobot-v1": 0.1, "MountainCar-v0": 0.1, "LunarLander-v3": 0.1}
 _PIXELS = tuple(k / 255 for k in (1, 3, 5, 10, 15))
 
+_EVERY_ATTACK = (
+    Trial(CLEAN, 50),
+    Trial("noise", 20),
+    Trial("pgd-10", 20),
+    Trial("square-300", 20, only_answers=True),
+    Trial("auto", 20),
+    Trial(VALUE_AWARE, 20),
+    Trial(LEARNED, 20),
+)
+
 PROTOCOLS: dict[str, Protocol] = {
     protocol.name: protocol
     for protocol in (
@@ -99,15 +109,7 @@ PROTOCOLS: dict[str, Protocol] = {
                 Task(env_id, _CLASSIC_EPS[env_id], (0.02, 0.05, 0.1, 0.2), scale)
                 for env_id, scale in _STANDARD_DEVIATIONS.items()
             ),
-            trials=(
-                Trial(CLEAN, 50),
-                Trial("noise", 20),
-                Trial("pgd-10", 20),
-                Trial("square-300", 20, only_answers=True),
-                Trial("auto", 20),
-                Trial(VALUE_AWARE, 20),
-                Trial(LEARNED, 20),
-            ),
+            trials=_EVERY_ATTACK,
             seed=1700,
             certify_states=5_000,
             adversary_steps=50_000,
@@ -115,15 +117,7 @@ PROTOCOLS: dict[str, Protocol] = {
         Protocol(
             name="minatar-1",
             tasks=tuple(Task(f"{NAMESPACE}{game}10-v0", 0.15, (0.075, 0.15, 0.3)) for game in MINATAR_GAMES),
-            trials=(
-                Trial(CLEAN, 50),
-                Trial("noise", 20),
-                Trial("pgd-10", 20),
-                Trial("square-300", 20, only_answers=True),
-                Trial("auto", 20),
-                Trial(VALUE_AWARE, 20),
-                Trial(LEARNED, 20),
-            ),
+            trials=_EVERY_ATTACK,
             seed=1700,
             certify_states=5_000,
             adversary_steps=50_000,
